@@ -27,7 +27,7 @@ ORDER = [
     ["outcome"],
     ["recipes"],
     ["config", "folders", "sequence_parallel"],
-    ["ops"],
+    ["ops", "inside_vllm"],
     ["losses", "target"],
     ["formats"],
     ["drafters"],

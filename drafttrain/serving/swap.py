@@ -1,6 +1,6 @@
 """`drafttrain swap`: asks a vLLM server to put another head in the place of the one that serves.
 
-The server needs drafttrain's route (serving/live/). It reads the head itself, from a folder below
+The server needs drafttrain's route (inside_vllm/). It reads the head itself, from a folder below
 its root; only the folder's name and the digest of the files are sent.
 """
 
@@ -20,8 +20,8 @@ from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import export
 from drafttrain.files import Json
+from drafttrain.inside_vllm.head_files import SwapRefused, digest_of
 from drafttrain.outcome import conclude
-from drafttrain.serving.live.head_files import SwapRefused, digest_of
 from drafttrain.target import resolve_dtype
 
 PATH = "/v1/drafter"
@@ -162,7 +162,9 @@ def _exported(folder: Path, root: Path, served: ServedDrafter) -> Path:
         kind_of(str(folder))
         trained = find_drafter(str(folder))
     except UserError as error:
-        raise UserError(f"drafter={str(folder)!r} is outside of the server's root; {fix}") from error
+        raise UserError(
+            f"drafter={str(folder)!r} is outside of the server's root; {fix}"
+        ) from error
     form = served["form"]
     if form not in shipping(trained.kind).formats or len(served["dtypes"]) != 1:
         raise UserError(

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import save_file
 
-from drafttrain.serving.live.head_files import read_head
-from drafttrain.serving.live.swap_route import PATH, DrafterSwapRoute, Failure
-from drafttrain.serving.live.swap_worker import DrafterSwapWorker, HeadSwaps
+from drafttrain.inside_vllm.head_files import read_head
+from drafttrain.inside_vllm.swap_route import PATH, DrafterSwapRoute, Failure
+from drafttrain.inside_vllm.swap_worker import DrafterSwapWorker, HeadSwaps
 
 CONFIG = {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 
@@ -103,17 +103,17 @@ class LiveServer:
                 if self.path != PATH or engine is None:
                     return self.reply(404, {"detail": "Not Found"})
                 try:
-                    found = asyncio.run_coroutine_threadsafe(act, loop).result()
+                    found = asyncio.run_coroutine_threadsafe(act(), loop).result()
                 except Failure as failure:
                     return self.reply(failure.status, {"error": str(failure)})
                 return self.reply(200, found)
 
             def do_GET(self):
-                self.answer(route.show())
+                self.answer(route.show)
 
             def do_POST(self):
-                size = int(self.headers["Content-Length"])
-                self.answer(route.post(self.rfile.read(size)))
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                self.answer(lambda: route.post(body))
 
             def reply(self, status, content):
                 data = json.dumps(content).encode()

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
+import subprocess
+import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
+import tomllib
 import torch
 from torch import nn
 
 from drafttrain.cli import main
-from drafttrain.serving.live import head_files
-from drafttrain.serving.live.head_files import SwapRefused, digest_of, folder_below, read_head
-from drafttrain.serving.live.swap_route import Failure, check_address
-from drafttrain.serving.live.swap_worker import (
+from drafttrain.inside_vllm import head_files
+from drafttrain.inside_vllm.head_files import SwapRefused, digest_of, folder_below, read_head
+from drafttrain.inside_vllm.swap_route import DrafterSwapRoute, Failure, check_address
+from drafttrain.inside_vllm.swap_worker import (
+    EXTENSION,
     DrafterSwapWorker,
     served_files,
     shared_parts,
@@ -28,6 +34,8 @@ from tests.serving.live_server import (
     route_of,
     write_head,
 )
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 @pytest.fixture
@@ -70,7 +78,9 @@ def test_nothing_changes_before_all_workers_have_checked(heads):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_load_that_fails_is_rolled_back_on_all_workers(heads, workers):
     engine = engine_of(heads, workers, fails=(2,))  # the first load is the server's start
-    with pytest.raises(Failure, match=r"rolled back, the new head did not load \(RuntimeError: no memory\)"):
+    with pytest.raises(
+        Failure, match=r"rolled back, the new head did not load \(RuntimeError: no memory\)"
+    ):
         post(engine, folder="b")
     assert engine.values == [1.0] * workers
     shown = asyncio.run(route_of(engine).show())
@@ -169,15 +179,19 @@ def test_what_the_head_shares_with_the_target_is_not_written(heads):
         write_head(heads / name, 1.0, lm_head__weight=torch.zeros(1))
     engine = engine_of(heads)
     engine.workers[0].head.parts = {"lm_head", "norm"}
-    with pytest.raises(Failure, match=r"shares the target's lm_head .* lm_head.weight would change"):
+    with pytest.raises(
+        Failure, match=r"shares the target's lm_head .* lm_head.weight would change"
+    ):
         post(engine, folder="b")
 
 
 def test_shared_parts_are_found_by_module_and_by_weight():
-    target = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3), "empty": nn.Linear(2, 0)})
+    target = nn.ModuleDict(
+        {"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3), "empty": nn.Embedding(0, 2)}
+    )
     drafter = nn.ModuleDict({"model": nn.ModuleDict({"embed_tokens": target["embed"]})})
     drafter["lm_head"] = nn.Linear(2, 3)
-    drafter["empty"] = nn.Linear(2, 0)
+    drafter["empty"] = nn.Embedding(0, 2)
     assert shared_parts(drafter, target) == {"embed_tokens"}
     drafter["lm_head"].weight = target["head"].weight
     assert shared_parts(drafter, target) == {"embed_tokens", "lm_head"}
@@ -200,8 +214,13 @@ def test_what_is_loaded_is_what_was_checked(heads):
     wanted = digest_of(heads / "b")
     found = worker.drafttrain_check("b", wanted)
     write_head(heads / "b", 9.0)
-    assert worker.drafttrain_apply("f" * 64) == {"ok": False, "error": "another swap came between; try again"}
-    assert worker.drafttrain_check("b", wanted)["error"].startswith("folder='b' has other files here")
+    assert worker.drafttrain_apply("f" * 64) == {
+        "ok": False,
+        "error": "another swap came between; try again",
+    }
+    assert worker.drafttrain_check("b", wanted)["error"].startswith(
+        "folder='b' has other files here"
+    )
     write_head(heads / "b", 2.0)
     assert worker.drafttrain_check("b", wanted) == found
     write_head(heads / "b", 9.0)
@@ -245,14 +264,20 @@ def test_arrangements_with_workers_that_do_not_answer_are_refused(heads, key):
 
 
 def test_a_server_without_the_extension_says_which_flag_is_missing(heads):
-    with pytest.raises(Failure, match="drafttrain_check.*--worker-extension-cls drafttrain") as caught:
+    with pytest.raises(
+        Failure, match=r"drafttrain_check.*--worker-extension-cls drafttrain"
+    ) as caught:
         post(StandInEngine([object()]), folder="b")
     assert caught.value.status == 500
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
-    [(None, "does not draft"), ("ngram", "drafts by ngram, and swaps are proven for"), ("mtp", "drafts by mtp")],
+    [
+        (None, "does not draft"),
+        ("ngram", "drafts by ngram, and swaps are proven for"),
+        ("mtp", "drafts by mtp"),
+    ],
 )
 def test_other_methods_are_refused_in_one_line(method, message):
     worker = DrafterSwapWorker()
@@ -265,7 +290,8 @@ def test_other_methods_are_refused_in_one_line(method, message):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{}", b'{"folder": 1}', b'{"folder": "b", "sha256": 3}', b"\xff", b"[" * 5000]
+    "body",
+    [b"", b"[]", b"{}", b'{"folder": 1}', b'{"folder": "b", "sha256": 3}', b"\xff", b"[" * 5000],
 )
 def test_malformed_requests_are_answered(heads, body):
     with pytest.raises(Failure) as caught:
@@ -298,7 +324,7 @@ def test_an_open_address_needs_a_key(monkeypatch, host, key, fine):
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def command(server, *words, key="api-key-env"):
+def command(server, *words):
     return main(["swap", "--server", server.url, *words])
 
 
@@ -314,7 +340,10 @@ def test_the_command_swaps_and_says_what_serves(heads, capsys):
         write_head(heads / "c", 3.0, {**CONFIG, "draft_vocab_size": 4})
         assert command(server, "--drafter", "c") == 2
         said = capsys.readouterr().err
-        assert "drafter='c' is refused, and the old head serves on" in said and "draft_vocab_size" in said
+        assert (
+            "drafter='c' is refused, and the old head serves on" in said
+            and "draft_vocab_size" in said
+        )
         assert command(server, "--drafter", str(heads.parent)) == 2
         assert "outside of the server's root" in capsys.readouterr().err
         assert command(server, "--drafter", "/no/such") == 2
@@ -333,7 +362,10 @@ def test_a_key_is_asked_for_and_never_shown(heads, capsys, monkeypatch):
 def test_a_server_without_the_route_is_one_line(capsys):
     with LiveServer(None) as server:
         assert command(server, "--drafter", "b") == 2
-        assert "has no route for swaps; start it as drafttrain export --swap-root" in capsys.readouterr().err
+        assert (
+            "has no route for swaps; start it as drafttrain export --swap-root"
+            in capsys.readouterr().err
+        )
     assert command(server) == 2
     assert "cannot swap heads (no connection" in capsys.readouterr().err
 
@@ -343,3 +375,43 @@ def test_digests_cover_both_files(heads):
     assert first == digest_of(heads / "a")
     (heads / "a" / "config.json").write_text("{}")
     assert digest_of(heads / "a") != first
+
+
+# -- the recipe -------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_has_the_flags_that_swaps_need(tmp_path, capsys):
+    drafter = str(FIXTURES / "drafters" / "eagle3")
+    words = ["export", "--drafter", drafter, "--format", "vllm"]
+    root = tmp_path / "my heads"
+    assert main([*words, "--output", str(root / "a"), "--swap-root", str(root)]) == 0
+    said = capsys.readouterr().out
+    assert f"VLLM_PLUGINS=drafttrain_swap DRAFTTRAIN_SWAP_ROOT='{root}' \\\nvllm serve" in said
+    assert f"--host 127.0.0.1 --worker-extension-cls {EXTENSION}\n" in said
+    module, _, name = EXTENSION.rpartition(".")
+    assert getattr(importlib.import_module(module), name) is DrafterSwapWorker
+    assert main([*words, "--output", str(tmp_path / "b"), "--swap-root", str(root)]) == 2
+    assert "must be a folder around --output" in capsys.readouterr().err
+    words[2] = str(FIXTURES / "drafters" / "draft_model")
+    assert main([*words, "--output", str(root / "c"), "--swap-root", str(root)]) == 2
+    assert "swaps are proven for" in capsys.readouterr().err
+
+
+def test_the_wheel_names_the_route():
+    described = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    named = described["project"]["entry-points"]["vllm.endpoint_plugins"][DrafterSwapRoute.name]
+    module, _, name = named.partition(":")
+    assert getattr(importlib.import_module(module), name) is DrafterSwapRoute
+
+
+def test_vllms_processes_import_nothing_else_of_the_package():
+    code = (
+        "import sys, drafttrain.inside_vllm.swap_route, drafttrain.inside_vllm.swap_worker\n"
+        "print(sorted(name for name in sys.modules if name.startswith('drafttrain.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = [
+        f"drafttrain.inside_vllm{name}"
+        for name in ("", ".head_files", ".swap_route", ".swap_worker")
+    ]
+    assert done.stdout.strip() == str(["drafttrain.environment", *names])

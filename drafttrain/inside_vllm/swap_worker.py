@@ -1,6 +1,6 @@
 """vLLM worker extension: puts another head's weights in the place of the served one's.
 
-    --worker-extension-cls drafttrain.serving.live.swap_worker.DrafterSwapWorker
+    --worker-extension-cls drafttrain.inside_vllm.swap_worker.DrafterSwapWorker
 
 swap_route.py calls its methods in every worker, each between two steps of the engine:
 
@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from drafttrain.serving.live.head_files import (
+from drafttrain.inside_vllm.head_files import (
     ROOT,
     HeadFiles,
     SwapRefused,
@@ -35,8 +35,9 @@ from drafttrain.serving.live.head_files import (
     refuse_shared,
 )
 
+EXTENSION = "drafttrain.inside_vllm.swap_worker.DrafterSwapWorker"
 # Methods whose heads are files of their own, loaded by vLLM's general loader.
-METHODS = ("eagle3",)
+METHODS = ("eagle3", "eagle", "dflash", "medusa")
 Answer = dict[str, object]  # of a worker: ok, and error or what it did
 
 

@@ -143,7 +143,9 @@ def compare(new: HeadFiles, served: HeadFiles) -> None:
     """
     ours = _shapes(new.tensors)
     theirs = _shapes(served.tensors)
-    different = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    different = sorted(
+        key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)
+    )
     if different:
         key = different[0]
         raise SwapRefused(

@@ -1,7 +1,7 @@
 """vLLM endpoint plugin: GET /v1/drafter says which head serves, POST swaps another one in.
 
     VLLM_PLUGINS=drafttrain_swap DRAFTTRAIN_SWAP_ROOT=HEADS vllm serve ... \\
-        --worker-extension-cls drafttrain.serving.live.swap_worker.DrafterSwapWorker
+        --worker-extension-cls drafttrain.inside_vllm.swap_worker.DrafterSwapWorker
 
 The route is below /v1, so vLLM's --api-key guards it. VLLM_SERVER_DEV_MODE, whose routes let anyone
 run any method of the workers, is not needed. A request names a folder below DRAFTTRAIN_SWAP_ROOT
@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import json
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from drafttrain.serving.live.head_files import ROOT
+from drafttrain.inside_vllm.head_files import ROOT
+from drafttrain.inside_vllm.swap_worker import EXTENSION
 
 PATH = "/v1/drafter"
 _LONGEST = 10_000  # bytes of a request
-_EXTENSION = "--worker-extension-cls drafttrain.serving.live.swap_worker.DrafterSwapWorker"
 Answer = dict[str, Any]
 
 
@@ -62,7 +63,9 @@ class DrafterSwapRoute:
         """Registers the route."""
         app.add_route(PATH, self.handle, methods=["GET", "POST"])
 
-    async def init_state(self, engine: Engine | None, state: object, args: argparse.Namespace) -> None:
+    async def init_state(
+        self, engine: Engine | None, state: object, args: argparse.Namespace
+    ) -> None:
         """Has every worker read the served head's files before anybody can change them.
 
         Raises:
@@ -151,7 +154,9 @@ class DrafterSwapRoute:
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise Failure(
-                500, f"the workers do not answer ({reason}); was the server started with {_EXTENSION}?"
+                500,
+                f"the workers do not answer ({reason}); was the server started with "
+                f"--worker-extension-cls {EXTENSION}?",
             ) from error
         expected = self.engine.vllm_config.parallel_config.world_size
         if len(answers) != expected:
@@ -169,10 +174,8 @@ def check_address(args: argparse.Namespace) -> None:
         return
     host = args.host or "0.0.0.0"  # vLLM's own default
     is_own = host == "localhost"
-    try:
+    with contextlib.suppress(ValueError):
         is_own = is_own or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        pass
     if not is_own:
         raise ValueError(
             f"drafttrain_swap: host={host!r} lets others swap the head; add --host 127.0.0.1 or "
@@ -194,5 +197,3 @@ def _same(answers: Sequence[Answer]) -> Answer:
         if answer["sha256"] != answers[0]["sha256"]:
             raise Failure(409, "the workers read different files; is the folder the same on all?")
     return answers[0]
-
-
