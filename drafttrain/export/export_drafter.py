@@ -121,8 +121,9 @@ def swap_root(args: argparse.Namespace, trained: Trained, output: Path) -> str:
     root = Path(args.swap_root).expanduser().resolve()
     if args.format not in ("vllm", "sglang"):
         raise UserError(f"{given} goes with --format vllm or sglang; drop the flag")
-    method = shipping(trained.kind).options(trained)["vLLM"].get("method", trained.kind)
-    if method not in METHODS:
+    options = shipping(trained.kind).options(trained)["vLLM"]
+    method = options.get("method", trained.kind)
+    if method not in METHODS or options.get("parallel_drafting"):
         raise UserError(
             f"{given}: vLLM's swaps are proven for {', '.join(METHODS)}, not {method}; drop the flag"
         )

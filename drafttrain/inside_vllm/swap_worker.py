@@ -36,8 +36,9 @@ from drafttrain.inside_vllm.head_files import (
 )
 
 EXTENSION = "drafttrain.inside_vllm.swap_worker.DrafterSwapWorker"
-# Methods whose heads are files of their own, loaded by vLLM's general loader.
-METHODS = ("eagle3", "eagle", "dflash", "medusa")
+# Methods that a swap was run for. Others keep weights that vLLM computes once, when it starts (dflash,
+# heads that draft in parallel), or are a part of the target's checkpoint (mtp).
+METHODS = ("eagle3", "eagle")
 Answer = dict[str, object]  # of a worker: ok, and error or what it did
 
 
@@ -72,16 +73,13 @@ class HeadSwaps:
     def show(self) -> Answer:
         """What serves."""
         dtypes = {str(it.dtype) for it in self.served.tensors.values() if it.is_floating_point()}
-        form = "sglang"  # the flat form, which vLLM reads too
-        if "speculators_model_type" in self.served.config:
-            form = "vllm"
         return {
             "ok": True,
             "folder": self.served.folder,
             "sha256": self.served.digest,
             "swaps": self.swaps,
             "root": self.root,
-            "form": form,
+            "architectures": self.served.config.get("architectures") or [],
             "dtypes": sorted(name.removeprefix("torch.") for name in dtypes),
         }
 
@@ -221,6 +219,11 @@ def served_files(config: object) -> HeadFiles:
         raise SwapRefused(
             f"the server drafts by {speculative.method}, and swaps are proven for "
             f"{', '.join(METHODS)}; restart it with the new drafter"
+        )
+    if speculative.parallel_drafting:
+        raise SwapRefused(
+            "the server drafts in parallel, from states that it computes when it starts; restart it "
+            "with the new drafter"
         )
     model = speculative.draft_model_config
     folder = Path(model.model)

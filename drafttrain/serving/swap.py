@@ -15,8 +15,7 @@ from typing_extensions import TypedDict
 
 from drafttrain.data.failures import BadReply
 from drafttrain.data.servers import Requests, server_address
-from drafttrain.drafters.registry import kind_of
-from drafttrain.drafters.shipping import find_drafter, shipping
+from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import export
 from drafttrain.files import Json
@@ -36,7 +35,7 @@ class ServedDrafter(TypedDict):
     sha256: str
     swaps: int
     root: str
-    form: str
+    architectures: list[str]
     dtypes: list[str]
     prefix_cache_dropped: NotRequired[bool]
 
@@ -159,18 +158,23 @@ def _exported(folder: Path, root: Path, served: ServedDrafter) -> Path:
             "copy an export there, and name its folder"
         )
     try:
-        kind_of(str(folder))
         trained = find_drafter(str(folder))
     except UserError as error:
         raise UserError(
             f"drafter={str(folder)!r} is outside of the server's root; {fix}"
         ) from error
-    form = served["form"]
-    if form not in shipping(trained.kind).formats or len(served["dtypes"]) != 1:
-        raise UserError(
-            f"drafter={str(folder)!r}: its kind {trained.kind} has no form {form!r}, which the "
-            "server reads"
-        )
     place = root / folder.name
-    export(trained, form, place, resolve_dtype(served["dtypes"][0]), trained.target_name)
-    return place
+    dtype = resolve_dtype(served["dtypes"][0])
+    kind = shipping(trained.kind)
+    for form in kind.formats:
+        if form not in ("vllm", "sglang") or kind.unsupported(trained, form):
+            continue
+        request = ExportRequest(place, dtype, trained.target_name, 1)
+        described = kind.engine_config(kind.load(trained), form, request)
+        if described.get("architectures") == served["architectures"]:
+            export(trained, form, place, dtype, trained.target_name)
+            return place
+    raise UserError(
+        f"drafter={str(folder)!r}: its kind {trained.kind} is not written as "
+        f"{', '.join(served['architectures'])}, which the server drafts with; restart it"
+    )

@@ -16,7 +16,7 @@ from drafttrain.inside_vllm.head_files import read_head
 from drafttrain.inside_vllm.swap_route import PATH, DrafterSwapRoute, Failure
 from drafttrain.inside_vllm.swap_worker import DrafterSwapWorker, HeadSwaps
 
-CONFIG = {"speculators_model_type": "eagle3", "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+CONFIG = {"architectures": ["Eagle3Speculator"], "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 
 
 def write_head(folder: Path, value: float, config: dict | None = None, **tensors) -> Path:

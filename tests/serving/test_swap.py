@@ -277,11 +277,14 @@ def test_a_server_without_the_extension_says_which_flag_is_missing(heads):
         (None, "does not draft"),
         ("ngram", "drafts by ngram, and swaps are proven for"),
         ("mtp", "drafts by mtp"),
+        ("medusa", "drafts by medusa"),
+        ("dflash", "drafts by dflash"),
+        ("eagle3", "drafts in parallel"),
     ],
 )
 def test_other_methods_are_refused_in_one_line(method, message):
     worker = DrafterSwapWorker()
-    speculative = method and Namespace(method=method)
+    speculative = method and Namespace(method=method, parallel_drafting=True)
     worker.vllm_config = Namespace(speculative_config=speculative)
     answer = worker.drafttrain_show()
     assert not answer["ok"] and message in answer["error"]
