@@ -12,14 +12,20 @@ import sys
 import time
 
 import pytest
+import torch
 
 from drafttrain import adapt
 from drafttrain.cli import main
 from drafttrain.data.answer_log import AnswerLog
 from drafttrain.drafters.latest import LatestDrafter
+from drafttrain.drafters.shipping import find_drafter
+from drafttrain.export.export_drafter import export
 from drafttrain.inference import generate
+from drafttrain.inside_vllm.head_files import digest_of
+from drafttrain.watch import Watch
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
+from tests.serving.live_server import LiveServer, StandInEngine, StandInWorker, write_head
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +203,89 @@ def test_one_folder_continues_one_drafter(served, tmp_path, capsys, plenty):
     shutil.copytree(served / "drafter", tmp_path / "second")
     assert main(words(served, tmp_path / "out", f"--drafter={tmp_path / 'second'}")) == 2
     assert "one folder continues one drafter" in capsys.readouterr().err
+
+
+def journal_of(output):
+    return [json.loads(line) for line in (output / "journal.jsonl").read_text().splitlines()]
+
+
+def with_lengths(served, log, length: float, count: int = 24) -> None:
+    """Appends answers that the server's drafter wrote with this accepted length."""
+    lines = (served / "log.jsonl").read_text().splitlines()
+    with log.open("a") as file:
+        for i in range(count):
+            row = {**json.loads(lines[i % len(lines)]), "accepted_length": length}
+            file.write(json.dumps(row) + "\n")
+
+
+@pytest.mark.thorough
+def test_a_version_that_accepts_less_when_it_serves_is_dropped(
+    served, tmp_path, capsys, plenty, monkeypatch
+):
+    output = tmp_path / "out"
+    log = tmp_path / "log.jsonl"
+    verdicts(monkeypatch, (1.1, 1.2))
+    given = (f"--log={log}", "--passes=1", "--watch")
+    with_lengths(served, log, 3.0)
+    once(served, output, capsys, *given)
+    assert (output / "current").resolve().name == "version-0001"
+    with_lengths(served, log, 1.5, 15)
+    once(served, output, capsys, *given, "--every=100")
+    assert (output / "current").resolve().name == "version-0001"  # too few yet
+    with_lengths(served, log, 1.5, 1)
+    once(served, output, capsys, *given, "--every=100")
+    assert (output / "current").resolve() == served / "drafter"
+    journal = journal_of(output)
+    events = [row["event"] for row in journal if row["event"] not in ("start", "stop")]
+    assert events == ["round", "rollback"]
+    dropped = journal[-2]
+    assert dropped["usual"] == [3.0, 3.0, 3.0] and dropped["served_accepted_length"] == 1.5
+    assert dropped["to"] == "drafter" and dropped["version"] == "version-0001"
+
+
+@pytest.mark.thorough
+def test_a_better_version_goes_into_the_server_and_comes_out_again(
+    served, tmp_path, capsys, plenty, monkeypatch
+):
+    output = tmp_path / "out"
+    root = tmp_path / "heads"
+    verdicts(monkeypatch, (1.1, 1.2), (1.1, 1.2))
+    trained = find_drafter(str(served / "drafter"))
+    export(trained, "vllm", root / "first", torch.float32, trained.target_name)
+    worker = StandInWorker(root / "first", root)
+    worker.head.vocabulary = 300
+    samples = [2.0] * 20
+    with LiveServer(StandInEngine([worker])) as server:
+        given = ("--passes=1", "--watch", f"--server={server.url}")
+        monkeypatch.setattr(Watch, "sample", lambda self: [self._add(it) for it in samples] and 2.0)
+        once(served, output, capsys, *given)
+        swapped = worker.drafttrain_show()
+        assert swapped["folder"] == "version-0001" and swapped["swaps"] == 1
+        assert swapped["sha256"] == digest_of(root / "version-0001")
+
+        samples[:] = [1.0] * 20
+        once(served, output, capsys, *given)
+        assert worker.drafttrain_show()["folder"] == "drafter"
+        assert (output / "current").resolve() == served / "drafter"
+
+        # A server with a head of another shape takes no version.
+        write_head(root / "other", 1.0)
+        worker = StandInWorker(root / "other", root)
+        server.route.engine = StandInEngine([worker])
+        shutil.copytree(served / "drafter", tmp_path / "again")
+        more = [f"--drafter={tmp_path / 'again'}", *given]
+        found = once(served, tmp_path / "second", capsys, *more)
+        assert found["rounds"][0]["verdict"] == "refused" and worker.head.loads == 1
+        assert found["serving"] == str(tmp_path / "again")
+    events = [row["event"] for row in journal_of(output) if row["event"] not in ("start", "stop")]
+    assert events == ["round", "swap", "rollback", "swap"]
+    events = [row["event"] for row in journal_of(tmp_path / "second")]
+    assert events == ["start", "round", "refused", "stop"]
+
+
+def test_a_server_needs_watch(served, tmp_path, capsys):
+    assert main(words(served, tmp_path / "out", "--server=http://127.0.0.1:1")) == 2
+    assert "goes with --watch" in capsys.readouterr().err
 
 
 def test_the_interval_is_paired_and_the_same_is_neither_better_nor_worse():

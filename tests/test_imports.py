@@ -41,7 +41,7 @@ ORDER = [
     ["export"],
     ["serving"],
     ["hub"],
-    ["train"],
+    ["train", "watch"],
     ["adapt"],
     ["api"],
     ["commands"],

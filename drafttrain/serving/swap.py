@@ -60,6 +60,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+class HeadRefused(UserError):
+    """A head that the server, or its form, does not take. The old one serves on."""
+
+
 class Swapper:
     """Swaps heads of one server.
 
@@ -102,15 +106,26 @@ class Swapper:
         Raises:
             UserError: the server refuses it, or does not answer.
         """
-        body: Json = head_below(drafter, served)
+        return self.send(head_below(drafter, served))
+
+    def send(self, body: Json) -> ServedDrafter:
+        """Asks for a swap.
+
+        Args:
+            body: of `head_below`.
+
+        Raises:
+            HeadRefused: the server checked the head and refuses it.
+            UserError: the server does not answer.
+        """
         try:
             return self._requests.json(
                 "POST", f"{self.url}{PATH}", body, ServedDrafter, _SWAP_SECONDS
             )
         except BadReply as bad:
             if bad.reason.startswith("HTTP 4"):
-                raise UserError(
-                    f"drafter={drafter!r} is refused, and the old head serves on ({bad.detail})"
+                raise HeadRefused(
+                    f"drafter={body['folder']!r} is refused, and the old head serves on ({bad.detail})"
                 ) from bad
             raise UserError(
                 f"server={self.url!r} did not confirm the swap ({bad}); ask which head serves: "
@@ -122,7 +137,7 @@ def head_below(drafter: str, served: ServedDrafter) -> Json:
     """The body of a swap's request.
 
     Raises:
-        UserError: a folder that is neither below the server's root nor a trained drafter, or that
+        HeadRefused: a folder that is neither below the server's root nor a trained drafter, or that
             cannot be read.
     """
     folder = Path(drafter).expanduser()
@@ -130,7 +145,7 @@ def head_below(drafter: str, served: ServedDrafter) -> Json:
     if not folder.is_dir():
         # The server may have its disk elsewhere.
         if folder.is_absolute():
-            raise UserError(f"drafter={drafter!r}: no such folder; name one below {str(root)!r}")
+            raise HeadRefused(f"drafter={drafter!r}: no such folder; name one below {str(root)!r}")
         below = root / drafter
         if not below.is_dir():
             return {"folder": drafter}
@@ -141,7 +156,7 @@ def head_below(drafter: str, served: ServedDrafter) -> Json:
     try:
         digest = digest_of(folder)
     except SwapRefused as refused:
-        raise UserError(f"drafter={drafter!r} cannot be swapped in: {refused}") from refused
+        raise HeadRefused(f"drafter={drafter!r} cannot be swapped in: {refused}") from refused
     return {"folder": str(folder.relative_to(root.resolve())), "sha256": digest}
 
 
@@ -149,18 +164,18 @@ def _exported(folder: Path, root: Path, served: ServedDrafter) -> Path:
     """A trained drafter in the served form, below the server's root.
 
     Raises:
-        UserError: not a trained drafter, or a root that is not on this machine.
+        HeadRefused: not a trained drafter, or a root that is not on this machine.
     """
     fix = f"export it to a folder below {str(root)!r}, which the server reads"
     if not root.is_dir():
-        raise UserError(
+        raise HeadRefused(
             f"drafter={str(folder)!r}: the server's root {str(root)!r} is not on this machine; "
             "copy an export there, and name its folder"
         )
     try:
         trained = find_drafter(str(folder))
     except UserError as error:
-        raise UserError(
+        raise HeadRefused(
             f"drafter={str(folder)!r} is outside of the server's root; {fix}"
         ) from error
     place = root / folder.name
@@ -174,7 +189,7 @@ def _exported(folder: Path, root: Path, served: ServedDrafter) -> Path:
         if described.get("architectures") == served["architectures"]:
             export(trained, form, place, dtype, trained.target_name)
             return place
-    raise UserError(
+    raise HeadRefused(
         f"drafter={str(folder)!r}: its kind {trained.kind} is not written as "
         f"{', '.join(served['architectures'])}, which the server drafts with; restart it"
     )

@@ -89,10 +89,10 @@ def route_of(engine) -> DrafterSwapRoute:
 
 
 class LiveServer:
-    """An HTTP server with the route; key: what clients must send, if anything."""
+    """An HTTP server with the route. key: what clients must send, if anything; page: of metrics."""
 
-    def __init__(self, engine, key=""):
-        route = route_of(engine)
+    def __init__(self, engine, key="", page=None, port=0):
+        route = self.route = route_of(engine)
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()
 
@@ -109,14 +109,16 @@ class LiveServer:
                 return self.reply(200, found)
 
             def do_GET(self):
-                self.answer(route.show)
+                if page is not None and self.path == "/metrics":
+                    return self.reply(200, page())
+                return self.answer(route.show)
 
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 self.answer(lambda: route.post(body))
 
             def reply(self, status, content):
-                data = json.dumps(content).encode()
+                data = (content if isinstance(content, str) else json.dumps(content)).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -125,7 +127,7 @@ class LiveServer:
             def log_message(self, *args):
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
