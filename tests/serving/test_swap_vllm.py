@@ -19,7 +19,7 @@ import httpx
 import pytest
 import tomllib
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 from drafttrain.cli import main
 from drafttrain.drafters.shipping import shipping
@@ -210,7 +210,7 @@ def test_torn_and_foreign_heads_leave_the_old_one(vllm):
     noisy(vllm.root / "a", damaged)
     weights = damaged / "model.safetensors"
     content = weights.read_bytes()
-    tensors = load_file(weights)
+    tensors = load(content)
     config = json.loads((damaged / "config.json").read_text())
 
     def refused(message: str, name: str = "damaged") -> None:
