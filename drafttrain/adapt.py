@@ -62,7 +62,7 @@ from drafttrain.train import check_data
 from drafttrain.training.checkpoint import sync_files
 from drafttrain.training.loop import Learner, take_steps
 from drafttrain.training.step import count_anchors, step_inputs
-from drafttrain.watch import JOURNAL, Watch, Watched
+from drafttrain.watch import Watch, Watched
 
 STATE = "state.jsonl"
 CURRENT = "current"
@@ -377,8 +377,9 @@ class Adapter:
             if found.accepted:
                 state.recent.append(found.accepted)
                 state.recent = state.recent[-every:]
-                if self.watch is not None:
-                    self.watch.logged(found.accepted)
+                # The server's own counters are preferred.
+                if self.watch is not None and self.watch.swapper is None:
+                    self.watch.add(found.accepted)
             made = _Answer(
                 number=state.read,
                 tokens=found.tokens,
@@ -519,11 +520,11 @@ class Adapter:
         """
         if self.watch is None:
             return
-        self.watch.journal.add("round", **record)
+        self.watch.note("round", **record)
         if record["verdict"] != "better":
             return
-        if not self.watch.bring(self.output / record["version"]):
-            self.watch.begin_trial(before)
+        if self.watch.bring(self.output / record["version"]):
+            self.state.watched.begin(before)
             return
         self._link(before)
         self.state.trial = record["version"]
@@ -537,13 +538,11 @@ class Adapter:
             return
         served = (self.output / CURRENT).resolve()
         self.watch.bring(served)
-        length = self.watch.sample()
-        if length:
-            self.state.recent = [*self.state.recent, length][-self.args.every :]
-        if not self.watch.judge(served.name):
+        self.watch.sample()
+        before = self.watch.falls(served.name)
+        if before is None:
             return
-        before = Path(self.state.watched.previous)
-        self.watch.end_trial()
+        self.state.watched.samples = []
         self._link(before)
         # Training goes on from what serves.
         self.state.trial = ""
@@ -551,11 +550,7 @@ class Adapter:
         self.drafter = self._load(before)
         self.watch.bring(before)
         self.save()
-        print(
-            f"{served.name} falls behind the length of {before.name}, which serves again; "
-            f"see {self.output / JOURNAL}",
-            flush=True,
-        )
+        print(f"{served.name} falls below {before.name}, which serves again", flush=True)
 
     def _judges(self) -> list[_Answer]:
         """The newest held-out answers: those since the last round, and of earlier ones a half."""

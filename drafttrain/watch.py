@@ -18,10 +18,9 @@ from statistics import fmean
 
 import httpx
 
-from drafttrain.data.servers import key_headers
 from drafttrain.errors import UserError
 from drafttrain.evaluation.resampling import FEWEST, paired_ratio
-from drafttrain.files import Json, append_line, complete_bytes, lock, writing
+from drafttrain.files import append_line, complete_bytes, lock, writing
 from drafttrain.serving.client import Samples, Server, increase, read_metrics, speculation
 from drafttrain.serving.swap import HeadRefused, Swapper, head_below
 
@@ -48,23 +47,14 @@ class Watched:
     usual: list[float] = field(default_factory=list)
     swapped: bool = False
 
-
-class Journal:
-    """A JSON-lines file of decisions. An incomplete last line, whose writer was killed, is cut off."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def add(self, event: str, **figures: object) -> None:
-        """Appends a decision. Raises UserError: it cannot be written."""
-        row = {"time": round(time.time(), 3), "event": event, **figures}
-        with writing(self.path):
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                os.ftruncate(file, complete_bytes(self.path))
-                append_line(file, row)
-            finally:
-                os.close(file)
+    def begin(self, previous: Path) -> None:
+        """A new version serves from now on; the previous one may come back, if its length is known."""
+        self.previous = ""
+        if len(self.samples) >= FEWEST:
+            found = paired_ratio([self.samples], [[1.0] * len(self.samples)])
+            self.usual = [round(part, 4) for part in found]
+            self.previous = str(previous)
+        self.samples = []
 
 
 class Watch:
@@ -82,158 +72,115 @@ class Watch:
     def __init__(self, server: str, variable: str, output: Path, watched: Watched):
         self.output = output
         self.watched = watched
-        self.journal = Journal(output / JOURNAL)
-        self.swapper = None
-        self._lock: int | None = None
+        self.swapper: Swapper | None = None
         self._mark: Samples = {}  # the counters at the beginning of a sample
-        self._digests: dict[Path, str] = {}  # of versions as the server has them
-        self._away = False
+        # The version that was sent last, and the head that served behind that.
+        self._tried: tuple[Path, str] | None = None
+        self._is_away = False
+        self._lock: int | None = None
         if server:
             self.swapper = Swapper(server, variable)
-            self._metrics = Server(self.swapper.url, "", key_headers(variable))
-            self._take(Path(self.swapper.show()["root"]))
-        self.journal.add("start", server=server)
-
-    def _take(self, root: Path) -> None:
-        """Locks a server's root. Raises UserError."""
-        if not root.is_dir():
-            raise UserError(
-                f"server: its root {str(root)!r} is not on this machine, and versions are exported "
-                "into it; run adapt where it is"
-            )
-        with writing(root):
-            self._lock = lock(root / _LOCK)
-        if self._lock is None:
-            raise UserError(
-                f"server: another drafttrain adapt --watch swaps heads below {str(root)!r}; stop it "
-                "first"
-            )
+            self._metrics = Server(self.swapper.url, "")
+            root = Path(self.swapper.ask()["root"])
+            with writing(root, "the server's root"):
+                self._lock = lock(root / _LOCK)
+            if self._lock is None:
+                raise UserError(
+                    f"server={server!r}: another drafttrain adapt --watch swaps its heads; stop that "
+                    "one first"
+                )
+        self.note("start", server=server)
 
     def close(self) -> None:
-        self.journal.add("stop")
+        self.note("stop")
         if self.swapper is not None:
             self.swapper.close()
         if self._lock is not None:
             os.close(self._lock)
 
-    # -- samples -----------------------------------------------------------------------------------
+    def note(self, event: str, **figures: object) -> None:
+        """Appends a decision to the journal. Raises UserError: it cannot be written."""
+        path = self.output / JOURNAL
+        with writing(path), path.open("ab") as file:
+            # A killed process may have left part of a line.
+            file.truncate(complete_bytes(path))
+            append_line(file.fileno(), {"time": round(time.time(), 3), "event": event, **figures})
 
-    def logged(self, length: float) -> None:
-        """Takes an accepted length that the log has; a server's counters are preferred."""
+    def sample(self) -> None:
+        """Reads the server's counters, and takes a sample after every so many drafts."""
         if self.swapper is None:
-            self._add(length)
-
-    def sample(self) -> float:
-        """Reads the server's counters; returns the accepted length of a completed sample, else 0."""
-        if self.swapper is None:
-            return 0.0
+            return
         page = asyncio.run(self._page())
         drafts = increase(self._mark, page, "drafts")
         # A server that was started again counts from 0.
         if not self._mark or drafts < 0:
             self._mark = page
-            return 0.0
-        if drafts < _DRAFTS:
-            return 0.0
-        length: float = speculation(self._mark, page)["accepted_length"]
-        self._mark = page
-        self._add(length)
-        return length
+        elif drafts >= _DRAFTS:
+            self.add(speculation(self._mark, page)["accepted_length"])
+            self._mark = page
 
     async def _page(self) -> Samples:
         async with httpx.AsyncClient(timeout=10.0) as client:
             return await read_metrics(client, self._metrics)
 
-    def _add(self, length: float) -> None:
+    def add(self, length: float) -> None:
+        """Takes a sample."""
         self.watched.samples.append(length)
         self.watched.samples = self.watched.samples[-_PROVEN:]
 
-    # -- decisions ---------------------------------------------------------------------------------
-
-    def begin_trial(self, previous: Path) -> None:
-        """A new version serves from now on; the one before may come back, if its length is known."""
-        watched = self.watched
-        watched.usual = interval_of(watched.samples)
-        watched.previous = ""
-        if watched.usual:
-            watched.previous = str(previous)
-        watched.samples = []
-        self._mark = {}
-
-    def judge(self, version: str) -> bool:
-        """Whether the version before has to come back; a version that proved itself stays."""
+    def falls(self, version: str) -> Path | None:
+        """The folder of the version that has to come back, if any; a version that proved itself
+        stays.
+        """
         watched = self.watched
         if not watched.previous or len(watched.samples) < _TRIAL:
-            return False
+            return None
         mean = fmean(watched.samples)
-        figures: Json = {
-            "version": version,
-            "served_accepted_length": round(mean, 4),
-            "samples": len(watched.samples),
-            "usual": watched.usual,
-        }
-        if mean < watched.usual[1]:
-            self.journal.add("rollback", **figures, to=Path(watched.previous).name)
-            return True
-        if len(watched.samples) >= _PROVEN:
-            self.journal.add("proven", **figures)
-            watched.previous = ""
-            watched.usual = []
-        return False
+        event = "rollback"
+        back: Path | None = Path(watched.previous)
+        if mean >= watched.usual[1]:
+            if len(watched.samples) < _PROVEN:
+                return None
+            event = "proven"
+            back = None
+        self.note(
+            event,
+            version=version,
+            served_accepted_length=round(mean, 4),
+            samples=len(watched.samples),
+            usual=watched.usual,
+        )
+        watched.previous = ""
+        return back
 
-    def end_trial(self) -> None:
-        """The version before serves again."""
-        self.watched.previous = ""
-        self.watched.usual = []
-        self.watched.samples = []
-        self._mark = {}
-
-    # -- the server --------------------------------------------------------------------------------
-
-    def bring(self, folder: Path) -> str:
-        """Swaps a version in where the server has another head; returns why it refuses, else ''.
+    def bring(self, folder: Path) -> bool:
+        """Swaps a trained drafter in where the server has another head; False if it refuses.
 
         A server that does not answer is asked again by the next call.
-
-        Args:
-            folder: of a trained drafter.
         """
-        if self.swapper is None:
-            return ""
         # The drafter that the server was started with needs no swap.
-        if self.output not in folder.parents and not self.watched.swapped:
-            return ""
+        is_first = self.output not in folder.parents and not self.watched.swapped
+        if self.swapper is None or is_first:
+            return True
         try:
-            served = self.swapper.show()
-            if self._away:
-                self._away = False
-                self.journal.add("back")
-            if served["sha256"] == self._digests.get(folder):
-                return ""
-            body = head_below(str(folder), served)
-            self._digests[folder] = body["sha256"]
-            if body["sha256"] == served["sha256"]:
-                return ""
-            after = self.swapper.send(body)
+            served = self.swapper.ask()
+            self._is_away = False
+            if self._tried == (folder, served["sha256"]):
+                return True
+            self._tried = (folder, served["sha256"])
+            after = self.swapper.ask(head_below(str(folder), served))
         except HeadRefused as refused:
-            self.journal.add("refused", version=folder.name, reason=str(refused))
-            return str(refused)
+            self.note("refused", version=folder.name, reason=str(refused))
+            return False
         except UserError as error:
-            if not self._away:
-                self._away = True
-                self.journal.add("away", reason=str(error))
-            return ""
+            if not self._is_away:
+                self.note("away", reason=str(error))
+            self._is_away = True
+            self._tried = None
+            return True
+        self._tried = (folder, after["sha256"])
         self.watched.swapped = True
         self._mark = {}
-        self.journal.add(
-            "swap", version=folder.name, sha256=after["sha256"], before=served["sha256"]
-        )
-        return ""
-
-
-def interval_of(samples: list[float]) -> list[float]:
-    """[mean, low, high] of accepted lengths, 95 %; empty for too few."""
-    if len(samples) < FEWEST:
-        return []
-    found = paired_ratio([samples], [[1.0] * len(samples)])
-    return [round(part, 4) for part in found]
+        if after["sha256"] != served["sha256"]:
+            self.note("swap", version=folder.name, sha256=after["sha256"])
+        return True

@@ -68,9 +68,7 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     if args.schedule:
         schedule = batch_schedule(Path(args.schedule).expanduser())
     output = check_folder(args.output, "export", inputs_of(args))
-    root = ""
-    if args.swap_root:
-        root = swap_root(args, trained, output)
+    root = swap_root(args, trained, output)
 
     # Write the files.
     depth = args.speculative_tokens
@@ -112,23 +110,21 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
 
 
 def swap_root(args: argparse.Namespace, trained: Trained, output: Path) -> str:
-    """The folder from which a server of this export takes other heads.
+    """The folder from which a server of this export takes other heads; '' if none is asked for.
 
     Raises:
         UserError: the export is not below it, or vLLM does not swap drafters of its kind.
     """
-    given = f"swap-root={args.swap_root!r}"
+    if not args.swap_root:
+        return ""
     root = Path(args.swap_root).expanduser().resolve()
-    if args.format not in ("vllm", "sglang"):
-        raise UserError(f"{given} goes with --format vllm or sglang; drop the flag")
-    options = shipping(trained.kind).options(trained)["vLLM"]
-    method = options.get("method", trained.kind)
-    if method not in METHODS or options.get("parallel_drafting"):
+    options = shipping(trained.kind).options(trained).get("vLLM", {})
+    is_swapped = options.get("method") in METHODS and "parallel_drafting" not in options
+    if args.format != "vllm" or not is_swapped or root not in output.resolve().parents:
         raise UserError(
-            f"{given}: vLLM's swaps are proven for {', '.join(METHODS)}, not {method}; drop the flag"
+            f"swap-root={args.swap_root!r} goes with --format vllm, heads of vLLM's methods "
+            f"{', '.join(METHODS)} without parallel drafting, and an --output below it"
         )
-    if root not in output.resolve().parents:
-        raise UserError(f"{given} must be a folder around --output {str(output)!r}")
     return str(root)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -15,32 +14,20 @@ from safetensors.torch import load
 from torch import Tensor
 
 ROOT = "DRAFTTRAIN_SWAP_ROOT"  # variable of the server: folder whose subfolders may be swapped in
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-_MOST_CONFIG = 1_000_000  # bytes
-_HEADER_ROOM = 1_000_000  # bytes by which headers of files with the same tensors may differ
+FILES = ("config.json", "model.safetensors")
 # Keys of config.json that say nothing about what a head computes. dtypes are compared by tensor.
-_NAMES = {
-    "_name_or_path",
-    "dtype",
-    "speculators_config",
-    "speculators_version",
-    "torch_dtype",
-    "transformers_version",
-}
+_NAMES = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "speculators_config"}
 
 
 class SwapRefused(Exception):
     """The new head cannot take the place of the served one, which serves on. One line says why."""
 
 
-@dataclass(frozen=True)
-class HeadFiles:
+class HeadFiles(NamedTuple):
     """A head as its two files have it.
 
     Attributes:
-        folder: as it was named. digest: sha256 of both files, in hexadecimal. size: bytes of the
-            weights' file.
+        folder: as it was named. digest: sha256 of both files, in hexadecimal. size: their bytes.
     """
 
     folder: str
@@ -54,168 +41,99 @@ def folder_below(root: str, name: str) -> Path:
     """The folder of a name below the root.
 
     Raises:
-        SwapRefused: no root, a name that leads out of it, also through links, or no folder.
+        SwapRefused: a name that leads out of the root, also through links of its files.
     """
-    if not root:
-        raise SwapRefused(f"the server has no {ROOT}: start it with the folder of heads in there")
     base = Path(root).resolve()
-    if not name or "\0" in name or len(name) > 1000:
-        raise SwapRefused("folder must be the name of a folder below the server's root")
-    try:
-        folder = (base / name).resolve()
-        files = [(folder / file).resolve() for file in (CONFIG, WEIGHTS)]
-    except (OSError, RuntimeError) as error:
-        raise SwapRefused(f"folder={name!r} cannot be read ({type(error).__name__})") from error
+    folder = (base / name).resolve()
+    files = [(folder / file).resolve() for file in FILES]
     for path in (folder, *files):
         if base not in path.parents:
             raise SwapRefused(f"folder={name!r} leads out of the server's root; name one below it")
-    if not folder.is_dir():
-        raise SwapRefused(f"folder={name!r}: no such folder below the server's root")
     return folder
 
 
-def read_head(folder: Path, name: str = "", most: int | None = None) -> HeadFiles:
+def read_head(folder: Path, name: str, most: int | None = None) -> HeadFiles:
     """Reads a head; what is hashed is what is returned.
 
     Args:
-        name: of the folder in messages; its path unless given. most: bytes that the weights may
-            have.
+        name: of the folder in messages. most: bytes that both files may have.
 
     Raises:
-        SwapRefused: missing, torn or damaged files, more bytes than `most`, or several files of
-            weights.
+        SwapRefused: missing, torn or damaged files, several files of weights, or too many bytes.
     """
-    name = name or str(folder)
-    if (folder / f"{WEIGHTS}.index.json").exists():
-        raise SwapRefused(f"folder={name!r} has its weights in several files; export it again")
-    config = _content(folder / CONFIG, name, _MOST_CONFIG)
-    weights = _content(folder / WEIGHTS, name, most)
-    try:
-        described = json.loads(config)
-        tensors = load(weights)
-    except (ValueError, RecursionError, SafetensorError) as error:
-        reason = str(error).strip() or type(error).__name__
-        raise SwapRefused(
-            f"folder={name!r} has a damaged file ({reason.splitlines()[0]}); export it again"
-        ) from error
-    if not isinstance(described, dict):
-        raise SwapRefused(f"folder={name!r}: {CONFIG} is not a JSON object; export it again")
-    return HeadFiles(name, described, tensors, _digest(config, weights), len(weights))
-
-
-def digest_of(folder: Path) -> str:
-    """The digest of a head's files. Raises SwapRefused: they cannot be read."""
-    name = str(folder)
-    config = _content(folder / CONFIG, name, _MOST_CONFIG)
-    return _digest(config, _content(folder / WEIGHTS, name, None))
-
-
-def _content(path: Path, name: str, most: int | None) -> bytes:
-    """A file's content. Raises SwapRefused: not a regular file, or more than `most` bytes."""
-    # A pipe or a device in its place would never end.
-    if not path.is_file():
-        raise SwapRefused(f"folder={name!r} has no {path.name}; name an export for this server")
-    try:
-        size = path.stat().st_size
+    contents = []
+    digest = hashlib.sha256()
+    size = 0
+    for file in FILES:
+        path = folder / file
+        # A pipe or a device in its place would never end.
+        if not path.is_file():
+            raise SwapRefused(f"folder={name!r} has no {file}; name a folder of one exported head")
+        size += path.stat().st_size
         if most is not None and size > most:
             raise SwapRefused(
-                f"folder={name!r}: {path.name} has {size} bytes, more than {most} of a head of the "
-                "served shape"
+                f"folder={name!r} has {size} bytes, more than the served head's shape"
             )
-        with path.open("rb") as file:
-            return file.read(size)
-    except OSError as error:
+        content = path.read_bytes()
+        digest.update(hashlib.sha256(content).digest())
+        contents.append(content)
+    try:
+        config = {**json.loads(contents[0])}
+        tensors = load(contents[1])
+    except (ValueError, TypeError, RecursionError, SafetensorError) as error:
         raise SwapRefused(
-            f"folder={name!r}: {path.name} cannot be read ({os.strerror(error.errno or 0)})"
+            f"folder={name!r} has a damaged file ({error}); export it again"
         ) from error
+    return HeadFiles(name, config, tensors, digest.hexdigest(), size)
 
 
-def _digest(config: bytes, weights: bytes) -> str:
-    found = hashlib.sha256(len(config).to_bytes(8, "little"))
-    found.update(config)
-    found.update(weights)
-    return found.hexdigest()
-
-
-def compare(new: HeadFiles, served: HeadFiles) -> None:
-    """Raises SwapRefused: tensors or settings that differ in more than their values, or values that
-    are not finite.
-    """
-    ours = _shapes(new.tensors)
-    theirs = _shapes(served.tensors)
-    different = sorted(
-        key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)
-    )
-    if different:
-        key = different[0]
-        raise SwapRefused(
-            f"folder={new.folder!r}: {len(different)} tensors differ from those of the served head, "
-            f"as {key}: {ours.get(key, 'missing')}, served {theirs.get(key, 'missing')}"
-        )
-    keys = (new.config.keys() | served.config.keys()) - _NAMES
-    different = sorted(key for key in keys if new.config.get(key) != served.config.get(key))
-    if different:
-        key = different[0]
-        raise SwapRefused(
-            f"folder={new.folder!r}: {CONFIG} differs from the served head's in {', '.join(different)} "
-            f"({key}: {_short(new.config.get(key))}, served {_short(served.config.get(key))})"
-        )
-    for key, tensor in new.tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise SwapRefused(f"folder={new.folder!r}: {key} holds values that are not finite")
-
-
-def check_vocabulary(new: HeadFiles, size: int) -> None:
-    """Checks the target ids of a pruned vocabulary: an id outside ends the engine at the next draft.
+def check(new: HeadFiles, served: HeadFiles, shared: Iterable[str], vocabulary: int) -> None:
+    """Compares a head with the served one.
 
     Args:
-        size: of the target's vocabulary.
+        shared: names of the parts that are the target's own, such as embed_tokens.
+        vocabulary: number of the target's tokens.
 
     Raises:
-        SwapRefused: ids outside of it, or twice the same.
+        SwapRefused: it differs in more than its values, or its values would end the engine or
+            change the target.
     """
+    ours = _described(new)
+    theirs = _described(served)
+    for key in sorted(ours.keys() | theirs.keys()):
+        if ours.get(key) != theirs.get(key):
+            raise SwapRefused(
+                f"folder={new.folder!r} does not fit the served head: {key} is {ours.get(key)}, "
+                f"served {theirs.get(key)}"
+            )
+    for key, tensor in new.tensors.items():
+        parts = set(key.split(".")).intersection(shared)
+        if parts:
+            raise SwapRefused(
+                f"folder={new.folder!r}: {key} would change the target, which shares it with the "
+                "head; serve heads without it"
+            )
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise SwapRefused(f"folder={new.folder!r}: {key} holds values that are not finite")
     offsets = new.tensors.get("d2t")
     if offsets is None:
         return
-    if offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
-        raise SwapRefused(f"folder={new.folder!r}: d2t is not a list of whole numbers")
+    # A token outside of the vocabulary ends the engine at the next draft.
     ids = torch.arange(len(offsets)) + offsets  # [d] token ids of the target
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= size):
+    inside = ids[(ids >= 0) & (ids < vocabulary)]
+    if len(inside.unique()) != len(ids):
         raise SwapRefused(
-            f"folder={new.folder!r}: d2t leads to token {int(ids.max())} or {int(ids.min())}, outside "
-            f"the target's vocabulary of {size}"
+            f"folder={new.folder!r}: d2t leads to a token twice, or outside of the target's "
+            f"vocabulary of {vocabulary}"
         )
-    if len(ids.unique()) != len(ids):
-        raise SwapRefused(f"folder={new.folder!r}: d2t leads to a token twice")
 
 
-def refuse_shared(new: HeadFiles, shared: Iterable[str]) -> None:
-    """Raises SwapRefused: a tensor of a part that the head shares with the target.
-
-    Loading it would change the target, and so the text.
-
-    Args:
-        shared: names of the parts, such as embed_tokens.
-    """
-    for part in sorted(shared):
-        for key in new.tensors:
-            if part in key.split("."):
-                raise SwapRefused(
-                    f"folder={new.folder!r}: the server shares the target's {part} with its head, and "
-                    f"{key} would change the target; serve heads without it"
-                )
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _described(head: HeadFiles) -> dict[str, str]:
+    """What must be the same in two heads."""
     found = {}
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        found[name] = f"{dtype} {list(tensor.shape)}"
+    for key, value in head.config.items():
+        if key not in _NAMES:
+            found[key] = json.dumps(value)
+    for name, tensor in head.tensors.items():
+        found[name] = f"{tensor.dtype} {list(tensor.shape)}"
     return found
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, default=str)
-    if len(text) <= 60:
-        return text
-    return text[:57] + "..."

@@ -12,39 +12,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import ipaddress
 import json
 import os
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from drafttrain.inside_vllm.head_files import ROOT
+from drafttrain.inside_vllm.head_files import SwapRefused
 from drafttrain.inside_vllm.swap_worker import EXTENSION
 
 PATH = "/v1/drafter"
-_LONGEST = 10_000  # bytes of a request
+_OWN = ("127.0.0.1", "::1", "localhost")  # addresses that only this machine reaches
 Answer = dict[str, Any]
-
-
-class Engine(Protocol):
-    """vLLM's EngineClient, as far as it is used here."""
-
-    vllm_config: Any
-
-    async def collective_rpc(self, method: str, *, args: tuple[object, ...] = ()) -> list[Answer]:
-        """What each worker answers."""
-
-    async def reset_prefix_cache(self) -> bool:
-        """Whether the cache was emptied; False while requests run."""
-
-
-class Failure(Exception):
-    """An error that the client gets: status and line."""
-
-    def __init__(self, status: int, line: str):
-        super().__init__(line)
-        self.status = status
 
 
 class DrafterSwapRoute:
@@ -52,9 +29,9 @@ class DrafterSwapRoute:
 
     name = "drafttrain_swap"
     required_tasks = ("generate",)
+    engine: Any  # vLLM's EngineClient
 
     def __init__(self) -> None:
-        self.engine: Engine | None = None
         # One swap at a time: the steps of two would mix.
         self.lock = asyncio.Lock()
         self.running: set[asyncio.Task[Answer]] = set()
@@ -63,53 +40,41 @@ class DrafterSwapRoute:
         """Registers the route."""
         app.add_route(PATH, self.handle, methods=["GET", "POST"])
 
-    async def init_state(
-        self, engine: Engine | None, state: object, args: argparse.Namespace
-    ) -> None:
+    async def init_state(self, engine: Any, state: object, args: argparse.Namespace) -> None:
         """Has every worker read the served head's files before anybody can change them.
 
         Raises:
             ValueError: an open address without an API key.
+            SwapRefused: a server that cannot swap. It does not start.
         """
         check_address(args)
         self.engine = engine
-        try:
-            served = await self.show()
-            print(f"drafttrain: heads below {served['root']} can be swapped in: POST {PATH}")
-        except Failure as failure:
-            print(f"drafttrain: {PATH} refuses every swap: {failure}")
+        served = await self.show()
+        print(f"drafttrain: POST {PATH} swaps heads below {served['root']}")
 
     async def handle(self, request: Any) -> Any:
         """Answers a request of Starlette's."""
         from starlette.responses import JSONResponse
 
         try:
-            if request.method == "POST":
-                content = b""
-                async for piece in request.stream():
-                    content += piece
-                    if len(content) > _LONGEST:
-                        raise Failure(413, f"a request has at most {_LONGEST} bytes")
-                return JSONResponse(await self.post(content))
-            return JSONResponse(await self.show())
-        except Failure as failure:
-            return JSONResponse({"error": str(failure)}, status_code=failure.status)
+            if request.method == "GET":
+                return JSONResponse(await self.show())
+            return JSONResponse(await self.post(await request.body()))
+        except SwapRefused as refused:
+            return JSONResponse({"error": str(refused)}, status_code=409)
 
     async def show(self) -> Answer:
-        """Which head serves. Raises Failure: workers that disagree, or cannot swap."""
-        answers = await self._ask("drafttrain_show")
-        return {key: value for key, value in _same(answers).items() if key != "ok"}
+        """Which head serves. Raises SwapRefused: workers that disagree, or cannot swap."""
+        return await self._ask("show")
 
     async def post(self, content: bytes) -> Answer:
-        """Swaps as a request's body asks. Raises Failure: a bad body, or a refused head."""
+        """Swaps as a request's body asks. Raises SwapRefused: a bad body, or a refused head."""
         try:
             body = json.loads(content)
             folder = body["folder"]
             digest = body.get("sha256", "")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Failure(400, 'the body must be {"folder": NAME}, and may have sha256') from error
-        if not isinstance(folder, str) or not isinstance(digest, str):
-            raise Failure(400, "folder and sha256 must be text")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise SwapRefused('the body must be {"folder": NAME}, and may have sha256') from error
         # A task of its own: a client that leaves in the middle does not end it there.
         task = asyncio.ensure_future(self._swap(folder, digest))
         self.running.add(task)
@@ -118,82 +83,53 @@ class DrafterSwapRoute:
 
     async def _swap(self, folder: str, digest: str) -> Answer:
         async with self.lock:
-            self._check_parallel()
-            checked = await self._ask("drafttrain_check", folder, digest)
-            found = _same(checked)["sha256"]
-            applied = await self._ask("drafttrain_apply", found)
-            failed = _errors(applied)
-            # All workers or none.
-            settled = await self._ask("drafttrain_settle", not failed)
-            failed += _errors(settled)
-            if failed:
-                raise Failure(409, "; ".join(failed))
-            # The old head's keys and values of cached prefixes would lower the acceptance, no more.
-            # The cache stays while requests hold blocks of it.
-            dropped = bool(await self.engine.reset_prefix_cache())  # type: ignore[union-attr]
-            return {**await self.show(), "prefix_cache_dropped": dropped}
+            before = await self.show()
+            checked = await self._ask("check", folder, digest)
+            try:
+                after = await self._ask("apply", checked["sha256"])
+            except SwapRefused:
+                # All workers or none.
+                await self._ask("apply", before["sha256"])
+                raise
+            # The old head's keys and values of cached prefixes lower the acceptance, no more. The
+            # cache stays while requests hold blocks of it.
+            dropped = await self.engine.reset_prefix_cache()
+            return {**after, "prefix_cache_dropped": bool(dropped)}
 
-    def _check_parallel(self) -> None:
-        """Raises Failure: an arrangement in which not every worker can be asked."""
-        parallel = self.engine.vllm_config.parallel_config  # type: ignore[union-attr]
-        for key in ("data_parallel_size", "pipeline_parallel_size"):
-            size = getattr(parallel, key)
-            if size > 1:
-                raise Failure(
-                    409,
-                    f"{key}={size}: vLLM returns the answers of one group of workers only, so a swap "
-                    "in all of them cannot be proven; restart the server with the new drafter",
-                )
-
-    async def _ask(self, method: str, *args: object) -> list[Answer]:
-        """What every worker answers. Raises Failure: not all of them do."""
-        if self.engine is None:
-            raise Failure(409, "this server has no engine")
+    async def _ask(self, *args: str) -> Answer:
+        """What all workers answer. Raises SwapRefused: not all do, or not the same."""
+        parallel = self.engine.vllm_config.parallel_config
+        if parallel.data_parallel_size * parallel.pipeline_parallel_size > 1:
+            raise SwapRefused(
+                "vLLM returns the answers of one group of workers only, so data and pipeline parallel "
+                "servers cannot swap; restart with the new drafter"
+            )
         try:
-            answers = await self.engine.collective_rpc(method, args=args)
+            answers = await self.engine.collective_rpc("drafttrain_head", args=args)
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise Failure(
-                500,
-                f"the workers do not answer ({reason}); was the server started with "
-                f"--worker-extension-cls {EXTENSION}?",
+            raise SwapRefused(
+                f"the workers do not answer ({error}); does the server have "
+                f"--worker-extension-cls {EXTENSION}?"
             ) from error
-        expected = self.engine.vllm_config.parallel_config.world_size
-        if len(answers) != expected:
-            raise Failure(409, f"{len(answers)} of {expected} workers answered {method}")
-        return answers
+        errors = {answer["error"] for answer in answers if "error" in answer}
+        if errors:
+            raise SwapRefused("; ".join(sorted(errors)))
+        if answers != [answers[0]] * parallel.world_size:
+            raise SwapRefused(
+                f"{len(answers)} of {parallel.world_size} workers answer, or they read different files"
+            )
+        return answers[0]  # type: ignore[no-any-return]
 
 
 def check_address(args: argparse.Namespace) -> None:
     """Raises ValueError: the server listens to others without an API key.
 
     Args:
-        args: of vLLM's server.
+        args: of vLLM's server, which listens to all addresses by default.
     """
-    if getattr(args, "uds", None) or args.api_key or os.environ.get("VLLM_API_KEY"):
+    if args.api_key or os.environ.get("VLLM_API_KEY") or args.uds or args.host in _OWN:
         return
-    host = args.host or "0.0.0.0"  # vLLM's own default
-    is_own = host == "localhost"
-    with contextlib.suppress(ValueError):
-        is_own = is_own or ipaddress.ip_address(host).is_loopback
-    if not is_own:
-        raise ValueError(
-            f"drafttrain_swap: host={host!r} lets others swap the head; add --host 127.0.0.1 or "
-            f"--api-key, or drop {ROOT} and drafttrain_swap from VLLM_PLUGINS"
-        )
-
-
-def _errors(answers: Sequence[Answer]) -> list[str]:
-    """The different errors among answers."""
-    return sorted({str(answer["error"]) for answer in answers if not answer["ok"]})
-
-
-def _same(answers: Sequence[Answer]) -> Answer:
-    """The answer that all workers give. Raises Failure: an error, or different ones."""
-    failed = _errors(answers)
-    if failed:
-        raise Failure(409, "; ".join(failed))
-    for answer in answers[1:]:
-        if answer["sha256"] != answers[0]["sha256"]:
-            raise Failure(409, "the workers read different files; is the folder the same on all?")
-    return answers[0]
+    raise ValueError(
+        f"drafttrain_swap: host={args.host!r} lets others swap the head; add --host 127.0.0.1 or "
+        "--api-key, or drop drafttrain_swap from VLLM_PLUGINS"
+    )

@@ -9,23 +9,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 from pathlib import Path
-from typing import NotRequired
 
 from typing_extensions import TypedDict
 
 from drafttrain.data.failures import BadReply
 from drafttrain.data.servers import Requests, server_address
-from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
+from drafttrain.drafters.shipping import find_drafter
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import export
 from drafttrain.files import Json
-from drafttrain.inside_vllm.head_files import SwapRefused, digest_of
+from drafttrain.inside_vllm.head_files import SwapRefused, read_head
+from drafttrain.inside_vllm.swap_route import PATH
 from drafttrain.outcome import conclude
 from drafttrain.target import resolve_dtype
 
-PATH = "/v1/drafter"
-_ASK_SECONDS = 60.0
-_SWAP_SECONDS = 600.0  # a swap waits for a step, and large heads are read from a disk
+_SECONDS = 600.0  # a swap waits for a step, and large heads are read from a disk
 
 
 class ServedDrafter(TypedDict):
@@ -33,35 +31,24 @@ class ServedDrafter(TypedDict):
 
     folder: str
     sha256: str
-    swaps: int
     root: str
-    architectures: list[str]
-    dtypes: list[str]
-    prefix_cache_dropped: NotRequired[bool]
+    dtype: str
+
+
+class HeadRefused(UserError):
+    """A head that the server does not take. The old one serves on."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command. Raises UserError: no server with the route, or a refused head."""
     with contextlib.closing(Swapper(args.server, args.api_key_env or "")) as swapper:
-        before = swapper.show()
-        if not args.drafter:
-            print(f"{swapper.url} serves {before['folder']} ({before['sha256'][:12]})")
-            conclude({"served": before})
-            return 0
-        after = swapper.swap(args.drafter, before)
-    kept = ""
-    if not after.get("prefix_cache_dropped"):
-        kept = "; cached prefixes keep the old head's keys until they are dropped"
-    print(
-        f"{swapper.url}: {before['folder']} ({before['sha256'][:12]}) -> {after['folder']} "
-        f"({after['sha256'][:12]}), swap {after['swaps']} of this server{kept}"
-    )
-    conclude({"before": before, "served": after})
+        served = swapper.ask()
+        if args.drafter:
+            print(f"{swapper.url} serves {served['folder']}")
+            served = swapper.ask(head_below(args.drafter, served))
+    print(f"{swapper.url} serves {served['folder']} (sha256 {served['sha256'][:12]})")
+    conclude({"served": served})
     return 0
-
-
-class HeadRefused(UserError):
-    """A head that the server, or its form, does not take. The old one serves on."""
 
 
 class Swapper:
@@ -81,54 +68,31 @@ class Swapper:
     def close(self) -> None:
         self._requests.close()
 
-    def show(self) -> ServedDrafter:
-        """The head that serves. Raises UserError: no server with the route."""
+    def ask(self, body: Json | None = None) -> ServedDrafter:
+        """Which head serves, or after a swap will.
+
+        Args:
+            body: of `head_below`; None swaps nothing.
+
+        Raises:
+            HeadRefused: the server checked the head and refuses it.
+            UserError: no server with the route, or no answer.
+        """
+        method = "POST" if body else "GET"
         try:
-            return self._requests.json(
-                "GET", f"{self.url}{PATH}", None, ServedDrafter, _ASK_SECONDS
-            )
+            return self._requests.json(method, self.url + PATH, body, ServedDrafter, _SECONDS)
         except BadReply as bad:
             if bad.reason == "HTTP 404":
                 raise UserError(
                     f"server={self.url!r} has no route for swaps; start it as drafttrain export "
                     "--swap-root DIR prints it"
                 ) from bad
-            raise UserError(f"server={self.url!r} cannot swap heads ({bad})") from bad
-
-    def swap(self, drafter: str, served: ServedDrafter) -> ServedDrafter:
-        """Puts a head in the served one's place.
-
-        Args:
-            drafter: a folder below the server's root, or its name there; or a trained drafter,
-                which is exported into the root first.
-            served: of `show`.
-
-        Raises:
-            UserError: the server refuses it, or does not answer.
-        """
-        return self.send(head_below(drafter, served))
-
-    def send(self, body: Json) -> ServedDrafter:
-        """Asks for a swap.
-
-        Args:
-            body: of `head_below`.
-
-        Raises:
-            HeadRefused: the server checked the head and refuses it.
-            UserError: the server does not answer.
-        """
-        try:
-            return self._requests.json(
-                "POST", f"{self.url}{PATH}", body, ServedDrafter, _SWAP_SECONDS
-            )
-        except BadReply as bad:
-            if bad.reason.startswith("HTTP 4"):
+            if bad.reason == "HTTP 409":
                 raise HeadRefused(
-                    f"drafter={body['folder']!r} is refused, and the old head serves on ({bad.detail})"
+                    f"server={self.url!r} refuses, its head serves on: {bad.detail}"
                 ) from bad
             raise UserError(
-                f"server={self.url!r} did not confirm the swap ({bad}); ask which head serves: "
+                f"server={self.url!r} did not answer ({bad}); ask which head serves: "
                 f"drafttrain swap --server {self.url}"
             ) from bad
 
@@ -136,60 +100,30 @@ class Swapper:
 def head_below(drafter: str, served: ServedDrafter) -> Json:
     """The body of a swap's request.
 
+    Args:
+        drafter: a folder below the server's root, or its name there; or a trained drafter, which is
+            exported into the root.
+
     Raises:
-        HeadRefused: a folder that is neither below the server's root nor a trained drafter, or that
-            cannot be read.
+        HeadRefused: none of them, or files that cannot be read.
     """
+    root = Path(served["root"]).resolve()
     folder = Path(drafter).expanduser()
-    root = Path(served["root"])
     if not folder.is_dir():
-        # The server may have its disk elsewhere.
-        if folder.is_absolute():
-            raise HeadRefused(f"drafter={drafter!r}: no such folder; name one below {str(root)!r}")
-        below = root / drafter
-        if not below.is_dir():
-            return {"folder": drafter}
-        folder = below
+        folder = root / drafter
+    # The server may have its disk elsewhere, and says what is wrong with a name.
+    if not folder.is_dir():
+        return {"folder": drafter}
     folder = folder.resolve()
-    if root.resolve() not in folder.parents:
-        folder = _exported(folder, root.resolve(), served)
     try:
-        digest = digest_of(folder)
-    except SwapRefused as refused:
-        raise HeadRefused(f"drafter={drafter!r} cannot be swapped in: {refused}") from refused
-    return {"folder": str(folder.relative_to(root.resolve())), "sha256": digest}
-
-
-def _exported(folder: Path, root: Path, served: ServedDrafter) -> Path:
-    """A trained drafter in the served form, below the server's root.
-
-    Raises:
-        HeadRefused: not a trained drafter, or a root that is not on this machine.
-    """
-    fix = f"export it to a folder below {str(root)!r}, which the server reads"
-    if not root.is_dir():
+        if root not in folder.parents:
+            trained = find_drafter(str(folder))
+            folder = root / folder.name
+            export(trained, "vllm", folder, resolve_dtype(served["dtype"]), trained.target_name)
+        digest = read_head(folder, drafter).digest
+    except (UserError, SwapRefused) as error:
         raise HeadRefused(
-            f"drafter={str(folder)!r}: the server's root {str(root)!r} is not on this machine; "
-            "copy an export there, and name its folder"
-        )
-    try:
-        trained = find_drafter(str(folder))
-    except UserError as error:
-        raise HeadRefused(
-            f"drafter={str(folder)!r} is outside of the server's root; {fix}"
+            f"drafter={drafter!r} is no export below the server's root {str(root)!r}, and not a "
+            f"trained drafter that can be exported there ({error})"
         ) from error
-    place = root / folder.name
-    dtype = resolve_dtype(served["dtypes"][0])
-    kind = shipping(trained.kind)
-    for form in kind.formats:
-        if form not in ("vllm", "sglang") or kind.unsupported(trained, form):
-            continue
-        request = ExportRequest(place, dtype, trained.target_name, 1)
-        described = kind.engine_config(kind.load(trained), form, request)
-        if described.get("architectures") == served["architectures"]:
-            export(trained, form, place, dtype, trained.target_name)
-            return place
-    raise HeadRefused(
-        f"drafter={str(folder)!r}: its kind {trained.kind} is not written as "
-        f"{', '.join(served['architectures'])}, which the server drafts with; restart it"
-    )
+    return {"folder": str(folder.relative_to(root)), "sha256": digest}

@@ -7,70 +7,71 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace as Record
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
-from drafttrain.inside_vllm.head_files import read_head
-from drafttrain.inside_vllm.swap_route import PATH, DrafterSwapRoute, Failure
-from drafttrain.inside_vllm.swap_worker import DrafterSwapWorker, HeadSwaps
+from drafttrain.inside_vllm.head_files import SwapRefused
+from drafttrain.inside_vllm.swap_route import DrafterSwapRoute
+from drafttrain.inside_vllm.swap_worker import DrafterSwapWorker, ServedHead
 
-CONFIG = {"architectures": ["Eagle3Speculator"], "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+CONFIG = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "torch_dtype": "float32"}
 
 
-def write_head(folder: Path, value: float, config: dict | None = None, **tensors) -> Path:
-    """A head whose weights are all `value`; tensors replace its own, and None leaves one out."""
+def write_head(folder: Path, value: float, config=CONFIG, **tensors) -> Path:
+    """A head whose weights are all `value`; tensors replace its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {"fc.weight": torch.full((2, 6), value), "d2t": torch.tensor([3, 3, 5])}
-    found |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-    found = {name: tensor for name, tensor in found.items() if tensor is not None}
+    found = {"fc": torch.full((2, 6), value), "d2t": torch.tensor([3, 3, 5]), **tensors}
     save_file(found, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config or CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-class StandInHead:
-    """The head of an engine. fails: numbers of the loads that fail half-way, counted from 1."""
+def drafting(method: str, parallel: bool = False, model: str = "") -> Record:
+    """vLLM's config of a server that drafts."""
+    model_config = Record(get_vocab_size=lambda: 300)
+    described = Record(
+        method=method, parallel_drafting=parallel, draft_model_config=Record(model=model)
+    )
+    return Record(speculative_config=described, model_config=model_config)
 
-    vocabulary = 10
 
-    def __init__(self, fails=()):
-        self.value = 0.0
-        self.loads = 0
-        self.fails = fails
-        self.parts: set[str] = set()
+class StandInHead(ServedHead):
+    """The head of an engine. fails: numbers of the coming loads that fail half-way. value: its first weight."""
 
-    def load(self, tensors):
+    value = 1.0
+    loads = 0
+    fails: tuple[int, ...] = ()
+
+    def load(self, head):
         self.loads += 1
-        self.value = float("nan")
         if self.loads in self.fails:
-            raise RuntimeError("no memory\nmore")
-        self.value = float(tensors["fc.weight"][0, 0])
-
-    def shared(self):
-        return self.parts
+            raise RuntimeError("no memory")
+        self.value = float(head.tensors.get("fc", torch.zeros(1, 1))[0, 0])
 
 
-class StandInWorker(DrafterSwapWorker):
-    def __init__(self, first: Path, root: Path, fails=()):
-        self.head = StandInHead(fails)
-        served = read_head(first, "first")
-        self.head.load(served.tensors)
-        self._drafttrain_state = HeadSwaps(self.head, served, str(root))
+def worker_of(first: Path) -> DrafterSwapWorker:
+    """A worker that serves a head, whose root is in the environment."""
+    worker = DrafterSwapWorker()
+    worker.vllm_config = drafting("eagle3", model=str(first))
+    target = nn.ModuleDict({"embed": nn.Embedding(3, 2)})
+    drafter = nn.ModuleDict({"embed_tokens": target["embed"], "lm_head": nn.Linear(2, 3)})
+    worker.model_runner = Record(get_model=lambda: target, get_draft_model=lambda: drafter)
+    worker._drafttrain_served = StandInHead(worker)
+    return worker
 
 
 class StandInEngine:
-    """vLLM's EngineClient. Each call of a worker is one step, between which others run."""
+    """vLLM's EngineClient. Each call of the workers is one step, between which others run."""
 
-    def __init__(self, workers, **parallel):
-        self.workers = workers
+    def __init__(self, *workers, **parallel):
+        self.workers = list(workers)
         sizes = {"data_parallel_size": 1, "pipeline_parallel_size": 1, "world_size": len(workers)}
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(**sizes | parallel))
-        self.calls = []
+        self.vllm_config = Record(parallel_config=Record(**sizes | parallel))
 
     async def collective_rpc(self, method, *, args=()):
-        self.calls.append(method)
         await asyncio.sleep(0)
         return [getattr(worker, method)(*args) for worker in self.workers]
 
@@ -78,51 +79,43 @@ class StandInEngine:
         return True
 
     @property
+    def heads(self):
+        return [worker._drafttrain_served for worker in self.workers]
+
+    @property
     def values(self):
-        return [worker.head.value for worker in self.workers]
-
-
-def route_of(engine) -> DrafterSwapRoute:
-    route = DrafterSwapRoute()
-    route.engine = engine
-    return route
+        return [head.value for head in self.heads]
 
 
 class LiveServer:
-    """An HTTP server with the route. key: what clients must send, if anything; page: of metrics."""
+    """An HTTP server with the route, for its `with` block. key: what clients must send; page: makes the metrics."""
 
     def __init__(self, engine, key="", page=None, port=0):
-        route = self.route = route_of(engine)
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, daemon=True).start()
+        route = self.route = DrafterSwapRoute()
+        route.engine = engine
 
         class Handler(BaseHTTPRequestHandler):
-            def answer(self, act):
-                if key and self.headers.get("Authorization") != f"Bearer {key}":
-                    return self.reply(401, {"error": "Unauthorized"})
-                if self.path != PATH or engine is None:
-                    return self.reply(404, {"detail": "Not Found"})
-                try:
-                    found = asyncio.run_coroutine_threadsafe(act(), loop).result()
-                except Failure as failure:
-                    return self.reply(failure.status, {"error": str(failure)})
-                return self.reply(200, found)
-
             def do_GET(self):
-                if page is not None and self.path == "/metrics":
-                    return self.reply(200, page())
-                return self.answer(route.show)
-
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                self.answer(lambda: route.post(body))
-
-            def reply(self, status, content):
-                data = (content if isinstance(content, str) else json.dumps(content)).encode()
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                status, content = 200, ""
+                if self.path == "/metrics" and page:
+                    content = page()
+                elif route.engine is None:
+                    status = 404
+                elif key and self.headers.get("Authorization") != f"Bearer {key}":
+                    status = 401
+                else:
+                    act = route.post(body) if body else route.show()
+                    try:
+                        content = json.dumps(asyncio.run(act))
+                    except SwapRefused as refused:
+                        status, content = 409, str(refused)
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
+                self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(data)
+                self.wfile.write(content.encode())
+
+            do_POST = do_GET
 
             def log_message(self, *args):
                 pass
