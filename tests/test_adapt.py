@@ -19,13 +19,16 @@ from drafttrain.cli import main
 from drafttrain.data.answer_log import AnswerLog
 from drafttrain.drafters.latest import LatestDrafter
 from drafttrain.drafters.shipping import find_drafter
+from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import export
 from drafttrain.inference import generate
-from drafttrain.inside_vllm.head_files import digest_of
-from drafttrain.watch import Watch
+from drafttrain.inside_vllm.head_files import ROOT, read_head
+from drafttrain.serving.client import parse_metrics
+from drafttrain.watch import Watch, Watched
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
-from tests.serving.live_server import LiveServer, StandInEngine, StandInWorker, write_head
+from tests.serving.fake_server import vllm_page
+from tests.serving.live_server import route_of, serve, write_head
 
 
 @pytest.fixture(scope="module")
@@ -209,78 +212,94 @@ def journal_of(output):
     return [json.loads(line) for line in (output / "journal.jsonl").read_text().splitlines()]
 
 
-def with_lengths(served, log, length: float, count: int = 24) -> None:
-    """Appends answers that the server's drafter wrote with this accepted length."""
-    lines = (served / "log.jsonl").read_text().splitlines()
-    with log.open("a") as file:
-        for i in range(count):
-            row = {**json.loads(lines[i % len(lines)]), "accepted_length": length}
-            file.write(json.dumps(row) + "\n")
-
-
-@pytest.mark.thorough
-def test_a_version_that_accepts_less_when_it_serves_is_dropped(
-    served, tmp_path, capsys, plenty, monkeypatch
-):
-    output = tmp_path / "out"
-    log = tmp_path / "log.jsonl"
-    verdicts(monkeypatch, (1.1, 1.2))
-    given = (f"--log={log}", "--passes=1", "--watch")
-    with_lengths(served, log, 3.0)
-    once(served, output, capsys, *given)
-    assert (output / "current").resolve().name == "version-0001"
-    with_lengths(served, log, 1.5, 15)
-    once(served, output, capsys, *given, "--every=100")
-    assert (output / "current").resolve().name == "version-0001"  # too few yet
-    with_lengths(served, log, 1.5, 1)
-    once(served, output, capsys, *given, "--every=100")
-    assert (output / "current").resolve() == served / "drafter"
-    journal = journal_of(output)
-    events = [row["event"] for row in journal if row["event"] not in ("start", "stop")]
-    assert events == ["round", "rollback"]
-    dropped = journal[-2]
-    assert dropped["usual"] == [3.0, 3.0, 3.0] and dropped["served_accepted_length"] == 1.5
-    assert dropped["to"] == "drafter" and dropped["version"] == "version-0001"
-
-
 @pytest.mark.thorough
 def test_a_better_version_goes_into_the_server_and_comes_out_again(
     served, tmp_path, capsys, plenty, monkeypatch
 ):
     output = tmp_path / "out"
     root = tmp_path / "heads"
+    monkeypatch.setenv(ROOT, str(root))
     verdicts(monkeypatch, (1.1, 1.2), (1.1, 1.2))
     trained = find_drafter(str(served / "drafter"))
     export(trained, "vllm", root / "first", torch.float32, trained.target_name)
-    worker = StandInWorker(root / "first", root)
-    worker.head.vocabulary = 300
-    samples = [2.0] * 20
-    with LiveServer(StandInEngine([worker])) as server:
-        given = ("--passes=1", "--watch", f"--server={server.url}")
-        monkeypatch.setattr(Watch, "sample", lambda self: [self._add(it) for it in samples] and 2.0)
-        once(served, output, capsys, *given)
-        swapped = worker.drafttrain_show()
-        assert swapped["folder"] == "version-0001" and swapped["swaps"] == 1
-        assert swapped["sha256"] == digest_of(root / "version-0001")
+    route = route_of(root / "first")
+    serve(route, monkeypatch)
+    rounds = [0]
 
-        samples[:] = [1.0] * 20
-        once(served, output, capsys, *given)
-        assert worker.drafttrain_show()["folder"] == "drafter"
-        assert (output / "current").resolve() == served / "drafter"
+    async def page(self):
+        rounds[0] += 1000
+        return {} if route.away else parse_metrics(vllm_page(rounds[0]))
 
-        # A server with a head of another shape takes no version.
-        write_head(root / "other", 1.0)
-        worker = StandInWorker(root / "other", root)
-        server.route.engine = StandInEngine([worker])
-        shutil.copytree(served / "drafter", tmp_path / "again")
-        more = [f"--drafter={tmp_path / 'again'}", *given]
-        found = once(served, tmp_path / "second", capsys, *more)
-        assert found["rounds"][0]["verdict"] == "refused" and worker.head.loads == 1
-        assert found["serving"] == str(tmp_path / "again")
-    events = [row["event"] for row in journal_of(output) if row["event"] not in ("start", "stop")]
-    assert events == ["round", "swap", "rollback", "swap"]
-    events = [row["event"] for row in journal_of(tmp_path / "second")]
-    assert events == ["start", "round", "refused", "stop"]
+    monkeypatch.setattr(Watch, "_page", page)
+    given = ("--passes=1", "--watch", "--server=http://127.0.0.1:8000")
+    assert once(served, output, capsys, *given)["rounds"][0]["verdict"] == "better"
+    assert route.heads[0].served.folder == "version-0001"
+    state = (output / "state.jsonl").read_text()
+    watched = {"samples": [1.0] * 16, "previous": str(served / "drafter"), "usual": [2, 1.9, 2.1]}
+    head, _, rest = state.partition("\n")
+    changed = json.loads(head) | {"watched": {**watched, "swapped": True}}
+    (output / "state.jsonl").write_text(json.dumps(changed) + "\n" + rest)
+    once(served, output, capsys, *given)
+    assert route.heads[0].served.folder == "drafter"
+    assert (output / "current").resolve() == served / "drafter"
+    events = [row["event"] for row in journal_of(output)]
+    assert events == ["start", "swap", "round", "stop", "start", "rollback", "swap", "stop"]
+
+    # A server with a head of another shape takes no version; one that is away is noted once.
+    write_head(root / "other", 1.0)
+    route.heads[0].served = read_head(root / "other", "other")
+    shutil.copytree(served / "drafter", tmp_path / "again")
+    more = [f"--drafter={tmp_path / 'again'}", *given]
+    found = once(served, tmp_path / "second", capsys, *more)
+    assert found["rounds"][0]["verdict"] == "refused"
+    assert found["serving"] == str(tmp_path / "again")
+
+
+def test_a_watcher_samples_brings_judges_and_notes(tmp_path, monkeypatch):
+    root = tmp_path / "heads"
+    monkeypatch.setenv(ROOT, str(root))
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        write_head(root / name, value)
+    route = route_of(root / "a")
+    serve(route, monkeypatch)
+    watched = Watched(swapped=True)
+    watch = Watch("http://127.0.0.1:8000", "", tmp_path, watched)
+    with pytest.raises(UserError, match="another drafttrain adapt --watch"):
+        Watch("http://127.0.0.1:8000", "", tmp_path, Watched())
+    pages = iter([1000, 1050, 1100, 1150, 10, 60, 111])  # started again behind 1150
+
+    async def page(self):
+        return parse_metrics(vllm_page(next(pages)))
+
+    monkeypatch.setattr(Watch, "_page", page)
+    for _ in range(7):
+        watch.sample()
+    assert watched.samples == [1.75, 1.75]
+    route.away = "no connection"
+    assert watch.bring(root / "b") and watch.bring(root / "b")
+    route.away = ""
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"torn')
+    assert watch.bring(root / "b") and route.heads[0].value == 2.0
+    route.heads[0].served = read_head(root / "a", "a")  # the server was started again
+    assert watch.bring(root / "b") and watch.bring(root / "b") and route.heads[0].loads == 2
+
+    for length, count, back, event in (
+        (1.5, 15, None, "swap"),
+        (1.5, 16, root / "a", "rollback"),
+        (2.0, 16, None, "rollback"),
+        (2.0, 64, None, "proven"),
+    ):
+        watched.samples = [1.9, 2.0, 2.1] * 5
+        watched.begin(root / "a")
+        watched.samples = [length] * count
+        assert watch.falls("b") == back and journal_of(tmp_path)[-1]["event"] == event
+    watched.samples = [2.0] * 3
+    watched.begin(root / "a")
+    assert watched.previous == ""  # too few samples for an interval
+    watch.close()
+    events = [row["event"] for row in journal_of(tmp_path)]
+    assert events == ["start", "away", "swap", "swap", "rollback", "proven", "stop"]
 
 
 def test_a_server_needs_watch(served, tmp_path, capsys):
