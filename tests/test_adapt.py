@@ -243,7 +243,7 @@ def test_a_better_version_goes_into_the_server_and_comes_out_again(
     assert route.heads[0].served.folder == "drafter"
     assert (output / "current").resolve() == served / "drafter"
     events = [row["event"] for row in journal_of(output)]
-    assert events == ["start", "swap", "round", "stop", "start", "rollback", "swap", "stop"]
+    assert events == ["start", "round", "swap", "stop", "start", "rollback", "swap", "stop"]
 
     # A server with a head of another shape takes no version; one that is away is noted once.
     write_head(root / "other", 1.0)
