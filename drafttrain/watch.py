@@ -89,7 +89,7 @@ class Watch:
                     f"server={server!r}: another drafttrain adapt --watch swaps its heads; stop that "
                     "one first"
                 )
-        self.note("start", server=server)
+        self.note("start")
 
     def close(self) -> None:
         self.note("stop")

@@ -22,6 +22,7 @@ from drafttrain.inside_vllm.swap_worker import EXTENSION
 PATH = "/v1/drafter"
 _OWN = ("127.0.0.1", "::1", "localhost")  # addresses that only this machine reaches
 Answer = dict[str, Any]
+Vllms = Any  # an object of vLLM's, which mypy does not see
 
 
 class DrafterSwapRoute:
@@ -29,18 +30,18 @@ class DrafterSwapRoute:
 
     name = "drafttrain_swap"
     required_tasks = ("generate",)
-    engine: Any  # vLLM's EngineClient
+    engine: Vllms  # its EngineClient
 
     def __init__(self) -> None:
         # One swap at a time: the steps of two would mix.
         self.lock = asyncio.Lock()
         self.running: set[asyncio.Task[Answer]] = set()
 
-    def attach_router(self, app: Any) -> None:
+    def attach_router(self, app: Vllms) -> None:
         """Registers the route."""
         app.add_route(PATH, self.handle, methods=["GET", "POST"])
 
-    async def init_state(self, engine: Any, state: object, args: argparse.Namespace) -> None:
+    async def init_state(self, engine: Vllms, state: object, args: argparse.Namespace) -> None:
         """Has every worker read the served head's files before anybody can change them.
 
         Raises:
@@ -52,7 +53,7 @@ class DrafterSwapRoute:
         served = await self.show()
         print(f"drafttrain: POST {PATH} swaps heads below {served['root']}")
 
-    async def handle(self, request: Any) -> Any:
+    async def handle(self, request: Vllms) -> Vllms:
         """Answers a request of Starlette's."""
         from starlette.responses import JSONResponse
 
