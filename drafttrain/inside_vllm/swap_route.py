@@ -50,8 +50,7 @@ class DrafterSwapRoute:
         """
         check_address(args)
         self.engine = engine
-        served = await self.show()
-        print(f"drafttrain: POST {PATH} swaps heads below {served['root']}")
+        print(f"drafttrain: POST {PATH} swaps the head: {await self.show()}")
 
     async def handle(self, request: Vllms) -> Vllms:
         """Answers a request of Starlette's."""
