@@ -12,15 +12,12 @@ import sys
 import time
 
 import pytest
-import torch
 
 from drafttrain import adapt
 from drafttrain.cli import main
 from drafttrain.data.answer_log import AnswerLog
 from drafttrain.drafters.latest import LatestDrafter
-from drafttrain.drafters.shipping import find_drafter
 from drafttrain.errors import UserError
-from drafttrain.export.export_drafter import export
 from drafttrain.inference import generate
 from drafttrain.inside_vllm.head_files import ROOT, read_head
 from drafttrain.serving.client import parse_metrics
@@ -210,49 +207,6 @@ def test_one_folder_continues_one_drafter(served, tmp_path, capsys, plenty):
 
 def journal_of(output):
     return [json.loads(line) for line in (output / "journal.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.thorough
-def test_a_better_version_goes_into_the_server_and_comes_out_again(
-    served, tmp_path, capsys, plenty, monkeypatch
-):
-    output = tmp_path / "out"
-    root = tmp_path / "heads"
-    monkeypatch.setenv(ROOT, str(root))
-    verdicts(monkeypatch, (1.1, 1.2), (1.1, 1.2))
-    trained = find_drafter(str(served / "drafter"))
-    export(trained, "vllm", root / "first", torch.float32, trained.target_name)
-    route = route_of(root / "first")
-    serve(route, monkeypatch)
-    rounds = [0]
-
-    async def page(self):
-        rounds[0] += 1000
-        return {} if route.away else parse_metrics(vllm_page(rounds[0]))
-
-    monkeypatch.setattr(Watch, "_page", page)
-    given = ("--passes=1", "--watch", "--server=http://127.0.0.1:8000")
-    assert once(served, output, capsys, *given)["rounds"][0]["verdict"] == "better"
-    assert route.heads[0].served.folder == "version-0001"
-    state = (output / "state.jsonl").read_text()
-    watched = {"samples": [1.0] * 16, "previous": str(served / "drafter"), "usual": [2, 1.9, 2.1]}
-    head, _, rest = state.partition("\n")
-    changed = json.loads(head) | {"watched": {**watched, "swapped": True}}
-    (output / "state.jsonl").write_text(json.dumps(changed) + "\n" + rest)
-    once(served, output, capsys, *given)
-    assert route.heads[0].served.folder == "drafter"
-    assert (output / "current").resolve() == served / "drafter"
-    events = [row["event"] for row in journal_of(output)]
-    assert events == ["start", "round", "swap", "stop", "start", "rollback", "swap", "stop"]
-
-    # A server with a head of another shape takes no version; one that is away is noted once.
-    write_head(root / "other", 1.0)
-    route.heads[0].served = read_head(root / "other", "other")
-    shutil.copytree(served / "drafter", tmp_path / "again")
-    more = [f"--drafter={tmp_path / 'again'}", *given]
-    found = once(served, tmp_path / "second", capsys, *more)
-    assert found["rounds"][0]["verdict"] == "refused"
-    assert found["serving"] == str(tmp_path / "again")
 
 
 def test_a_watcher_samples_brings_judges_and_notes(tmp_path, monkeypatch):

@@ -149,15 +149,3 @@ def test_a_servers_log_is_private_exact_and_rotates(tmp_path, shell):
     log.add([9], Generation([4, 5], Stats()))
     assert json.loads(path.read_text())["prompt_token_ids"] == [9]
     log.close()
-
-
-def test_a_line_without_an_end_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr("drafttrain.data.answer_log.LONGEST", 50)
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"a": 1}\n' + "x" * 120)
-    reader = LogReader(path)
-    assert [line for _, _, line in reader.read(10)[0]] == [b'{"a": 1}\n']
-    with path.open("a") as file:
-        file.write('y\n{"b": 2}\n')
-    found = [line for _, _, line in LogReader(path, reader.places).read(10)[0]]
-    assert found == [b"x" * 20 + b"y\n", b'{"b": 2}\n']
