@@ -52,6 +52,7 @@ NEEDED = {
     "chat": BOTH,
     "trace": [*BOTH, "--prompt", "hi"],
     "bench-server": ["--url", "http://127.0.0.1:9", "--output", "OUT"],
+    "swap": ["--server", "http://127.0.0.1:9"],
     "export": ["--drafter", "/no/drafter", "--format", "vllm", "--output", "OUT"],
     "import": ["--checkpoint", "/no/drafter", *TARGET, "--output", "OUT"],
     "doctor": ["/no/head", *TARGET],

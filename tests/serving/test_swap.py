@@ -195,7 +195,6 @@ def test_the_command_swaps_and_says_what_is_refused(heads, capsys, monkeypatch):
     ):
         assert main([*words, "--drafter", name]) == 2
         assert message in capsys.readouterr().err
-    assert (heads / "eagle3" / "model.safetensors").is_file()  # exported for the server
     route.away = "HTTP 404"
     assert main(words) == 2
     assert "has no route for swaps" in capsys.readouterr().err
