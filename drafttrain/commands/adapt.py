@@ -33,7 +33,7 @@ def adapt(
     output: Name | Path = "",
     once: bool = False,
     watch: bool = False,
-    server: str = "",
+    server: AnyText = "",
     api_key_env: str | None = None,
     share: PositiveFraction = 0.02,
     hold_out: PositiveFraction = 0.15,

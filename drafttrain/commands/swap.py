@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drafttrain.command import command, result_of
-from drafttrain.values import Name
+from drafttrain.values import AnyText, Name
 
 if TYPE_CHECKING:
     from drafttrain.files import Json
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @command
 def swap(
     *,
-    server: str,
+    server: AnyText,
     drafter: Name | Path = "",
     api_key_env: str | None = None,
 ) -> Json:
