@@ -83,6 +83,7 @@ LOADERS = (
     "reports.terminal_chat.load_target",
     "reports.trace.load_target",
     "serving.bench.connect",
+    "serving.swap.Swapper",
     "serving.bench.measure_lengths",
 )
 
