@@ -8,6 +8,7 @@ decodes better.
 
     OUTPUT/current         link to the drafter to serve: the first one, or a version
     OUTPUT/version-0007/   a drafter, complete under this name; adapted.json says how it was judged
+    OUTPUT/journal.jsonl   decisions of --watch, see watch.py
     OUTPUT/state.jsonl     positions in logs, allowance, rounds; then a line per kept answer. Replaced in one step
 
 A process that is killed loses the running round at most: versions get their name when they are
@@ -61,6 +62,7 @@ from drafttrain.train import check_data
 from drafttrain.training.checkpoint import sync_files
 from drafttrain.training.loop import Learner, take_steps
 from drafttrain.training.step import count_anchors, step_inputs
+from drafttrain.watch import Watch, Watched
 
 STATE = "state.jsonl"
 CURRENT = "current"
@@ -109,7 +111,7 @@ class _State:
         allowance: seconds to spend, as of the time `at`. spent, began: seconds of work, and since
             when they count.
         judging: seconds that judging takes. trial: version to train on from, not served; number: of
-            the newest version.
+            the newest version. watched: of --watch.
     """
 
     first: str
@@ -129,6 +131,7 @@ class _State:
     trial: str = ""
     number: int = 0
     rounds: list[Json] = field(default_factory=list)
+    watched: Watched = field(default_factory=Watched)
 
 
 class Adapter:
@@ -182,6 +185,7 @@ class Adapter:
         )
         # Rows per forward of the target, as they are read.
         self.source.online.together = _FORWARD_ROWS
+        self.watch: Watch | None = None
         # Another sequence than before a restart, which went on from another version.
         self.random = random.Random(f"{args.seed} {self.state.number}")
         self.earlier = self._first_data()
@@ -240,7 +244,7 @@ class Adapter:
         records = sorted(self.output.glob(f"version-*/{RECORD}"))
         versions = [record.parent for record in records]  # the newest last
         # What serves and what training continues from stay, however old they are.
-        kept = {link.resolve().name, self.state.trial}
+        kept = {link.resolve().name, self.state.trial, Path(self.state.watched.previous).name}
         for path in versions[: -self.args.keep]:
             if path.name not in kept:
                 shutil.rmtree(path)
@@ -373,6 +377,9 @@ class Adapter:
             if found.accepted:
                 state.recent.append(found.accepted)
                 state.recent = state.recent[-every:]
+                # The server's own counters are preferred.
+                if self.watch is not None and self.watch.swapper is None:
+                    self.watch.add(found.accepted)
             made = _Answer(
                 number=state.read,
                 tokens=found.tokens,
@@ -502,9 +509,48 @@ class Adapter:
         record |= {"seconds": round(state.spent - began, 2), "cost": round(self.cost, 5)}
         state.rounds.append(record)
         state.rounds = state.rounds[-_RECORDED:]
+        self._bring(record, served)
         self.save()
         self._tidy()
         return record
+
+    def _bring(self, record: Json, before: Path) -> None:
+        """Brings a round's better version into the watched server; back to the one before if it is
+        refused.
+        """
+        if self.watch is None:
+            return
+        self.watch.note("round", **record)
+        if record["verdict"] != "better":
+            return
+        if self.watch.bring(self.output / record["version"]):
+            self.state.watched.begin(before)
+            return
+        self._link(before)
+        self.state.trial = record["version"]
+        record |= {"verdict": "refused", "version": before.name}
+
+    def look(self) -> None:
+        """Looks after the watched version: brings it into the server, samples what is accepted of
+        its drafts, and goes back to the version before where that fell.
+        """
+        if self.watch is None:
+            return
+        served = (self.output / CURRENT).resolve()
+        self.watch.bring(served)
+        self.watch.sample()
+        before = self.watch.falls(served.name)
+        if before is None:
+            return
+        self.state.watched.samples = []
+        self._link(before)
+        # Training goes on from what serves.
+        self.state.trial = ""
+        self.optimizer = None
+        self.drafter = self._load(before)
+        self.watch.bring(before)
+        self.save()
+        print(f"{served.name} falls below {before.name}, which serves again", flush=True)
 
     def _judges(self) -> list[_Answer]:
         """The newest held-out answers: those since the last round, and of earlier ones a half."""
@@ -686,19 +732,29 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"log={args.log!r}: no such file or folder; see the forms of a log in docs/how-to/adapt.md"
         )
+    if args.server and not args.watch:
+        raise UserError(f"server={args.server!r} goes with --watch; give that too, or drop it")
     place = args.output or f"{str(first).rstrip('/')}-adapted"
     check_folder(place, "adapt", inputs_of(args))
     with contextlib.suppress(OSError):
         # `nice(0)` tells the present priority; one that is lower already stays.
         os.nice(max(0, _NICE - os.nice(0)))
-    with OutputFolder(place, "adapt", inputs_of(args)) as output:
+    with (
+        OutputFolder(place, "adapt", inputs_of(args)) as output,
+        contextlib.ExitStack() as closing,
+    ):
         adapter = Adapter(args, output.path)
         state = adapter.state
         adapter.save()
+        if args.watch:
+            watch = Watch(args.server, args.api_key_env or "", output.path, state.watched)
+            closing.callback(watch.close)
+            adapter.watch = watch
         print(f"serve {output.path / CURRENT}; following {log}", flush=True)
         ran = []
         while True:
             adapter.read()
+            adapter.look()
             if adapter.due() and (record := adapter.round()):
                 ran.append(record)
                 show(record, args.share)

@@ -57,7 +57,7 @@ SIZES = {
 LEFT_OUT = {
     r"^(?!drafttrain )": "another program",
     r"\.\.\.|\[|\bTARGET\b|\bRECIPE\b|\bCOMMAND\b|USER/": "a reader fills it in",
-    r"--url|target_url=|bench-server|train qwen3-235b": "needs a server",
+    r"--url|--server |target_url=|bench-server|train qwen3-235b": "needs a server",
     r"serve-target|--backend vllm|--engine(-python| (?!none|transformers))|--engine-python": "needs an engine",
     r"--device cuda|--device-map|target_device_map|sequence_parallel": "needs several processes or GPUs",
     r"drafttrain fetch|--checkpoint (?!runs/)\w[\w-]*/": "needs a network",

@@ -17,9 +17,15 @@ from drafttrain import adapt
 from drafttrain.cli import main
 from drafttrain.data.answer_log import AnswerLog
 from drafttrain.drafters.latest import LatestDrafter
+from drafttrain.errors import UserError
 from drafttrain.inference import generate
+from drafttrain.inside_vllm.head_files import ROOT, read_head
+from drafttrain.serving.client import parse_metrics
+from drafttrain.watch import Watch, Watched
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
+from tests.serving.fake_server import vllm_page
+from tests.serving.live_server import route_of, serve, write_head
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +203,62 @@ def test_one_folder_continues_one_drafter(served, tmp_path, capsys, plenty):
     shutil.copytree(served / "drafter", tmp_path / "second")
     assert main(words(served, tmp_path / "out", f"--drafter={tmp_path / 'second'}")) == 2
     assert "one folder continues one drafter" in capsys.readouterr().err
+
+
+def journal_of(output):
+    return [json.loads(line) for line in (output / "journal.jsonl").read_text().splitlines()]
+
+
+def test_a_watcher_samples_brings_judges_and_notes(tmp_path, monkeypatch):
+    root = tmp_path / "heads"
+    monkeypatch.setenv(ROOT, str(root))
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        write_head(root / name, value)
+    route = route_of(root / "a")
+    serve(route, monkeypatch)
+    watched = Watched(swapped=True)
+    watch = Watch("http://127.0.0.1:8000", "", tmp_path, watched)
+    with pytest.raises(UserError, match="another drafttrain adapt --watch"):
+        Watch("http://127.0.0.1:8000", "", tmp_path, Watched())
+    pages = iter([1000, 1050, 1100, 1150, 10, 60, 111])  # started again behind 1150
+
+    async def page(self):
+        return parse_metrics(vllm_page(next(pages)))
+
+    monkeypatch.setattr(Watch, "_page", page)
+    for _ in range(7):
+        watch.sample()
+    assert watched.samples == [1.75, 1.75]
+    route.away = "no connection"
+    assert watch.bring(root / "b") and watch.bring(root / "b")
+    route.away = ""
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"torn')
+    assert watch.bring(root / "b") and route.heads[0].value == 2.0
+    route.heads[0].served = read_head(root / "a", "a")  # the server was started again
+    assert watch.bring(root / "b") and watch.bring(root / "b") and route.heads[0].loads == 2
+
+    for length, count, back, event in (
+        (1.5, 15, None, "swap"),
+        (1.5, 16, root / "a", "rollback"),
+        (2.0, 16, None, "rollback"),
+        (2.0, 64, None, "proven"),
+    ):
+        watched.samples = [1.9, 2.0, 2.1] * 5
+        watched.begin(root / "a")
+        watched.samples = [length] * count
+        assert watch.falls("b") == back and journal_of(tmp_path)[-1]["event"] == event
+    watched.samples = [2.0] * 3
+    watched.begin(root / "a")
+    assert watched.previous == ""  # too few samples for an interval
+    watch.close()
+    events = [row["event"] for row in journal_of(tmp_path)]
+    assert events == ["start", "away", "swap", "swap", "rollback", "proven", "stop"]
+
+
+def test_a_server_needs_watch(served, tmp_path, capsys):
+    assert main(words(served, tmp_path / "out", "--server=http://127.0.0.1:1")) == 2
+    assert "goes with --watch" in capsys.readouterr().err
 
 
 def test_the_interval_is_paired_and_the_same_is_neither_better_nor_worse():

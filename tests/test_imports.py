@@ -27,7 +27,7 @@ ORDER = [
     ["outcome", "images"],
     ["recipes"],
     ["config", "folders", "sequence_parallel"],
-    ["ops"],
+    ["ops", "inside_vllm"],
     ["losses", "target"],
     ["formats"],
     ["drafters"],
@@ -41,7 +41,7 @@ ORDER = [
     ["export"],
     ["serving"],
     ["hub"],
-    ["train"],
+    ["train", "watch"],
     ["adapt"],
     ["api"],
     ["commands"],
@@ -175,6 +175,7 @@ OTHER_WORDS = {
     ("folders", "ngram"),
     ("data", "ngram"),  # runs of words that texts share
     ("target", "mtp"),  # the prefix of prediction modules in published targets
+    ("inside_vllm", "eagle3"),  # a method of vLLM's
     ("config", "eagle3"),  # what a recipe trains that names no kind
 }
 

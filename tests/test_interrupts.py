@@ -419,6 +419,7 @@ WORDS: dict[str, list[str]] = {
         "--share",
         "1",
     ],
+    "swap": ["--server", "URL"],
     "ngram-store": ["--data", "data", "--output", "store.safetensors"],
     "eval": [
         *TARGET,

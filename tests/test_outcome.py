@@ -197,4 +197,4 @@ def test_every_command_leads_on(tmp_path, capfd, monkeypatch):
     ] == []  # no bars, no notices
     tested = {line.split()[0] for line, _, _ in PIPELINE}
     stopped = {"serve-target", "adapt", "chat"}  # run until they are stopped
-    assert set(COMMANDS) - tested == {"fetch", "bench-server", "completion", *stopped}
+    assert set(COMMANDS) - tested == {"fetch", "bench-server", "swap", "completion", *stopped}

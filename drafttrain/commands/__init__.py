@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "plan:plan",
     "train": "train:train",
     "adapt": "adapt:adapt",
+    "swap": "swap:swap",
     "ngram-store": "count_ngrams:count_ngrams",
     "eval": "eval:evaluate",
     "tune": "tune:tune",

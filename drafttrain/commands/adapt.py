@@ -32,6 +32,9 @@ def adapt(
     every: Count = 200,
     output: Name | Path = "",
     once: bool = False,
+    watch: bool = False,
+    server: AnyText = "",
+    api_key_env: str | None = None,
     share: PositiveFraction = 0.02,
     hold_out: PositiveFraction = 0.15,
     replay: Amount = 0.25,
@@ -55,6 +58,7 @@ def adapt(
     drafttrain adapt --drafter runs/drafter --log answers.jsonl --every 200
     drafttrain adapt --drafter runs/drafter --log logs/ --every 200 --once                      # from cron
     drafttrain adapt --drafter runs/drafter --log logs/ --every 200 --target-url http://node1:8000     # states from vLLM
+    drafttrain adapt --drafter runs/drafter --log logs/ --watch --server http://127.0.0.1:8000         # swaps in vLLM
     ```
 
     After every N new answers it trains on most of them and on earlier ones, replays the rest, which
@@ -74,6 +78,11 @@ def adapt(
         every: answers between rounds
         output: folder of the versions (default: DRAFTER-adapted)
         once: read what is there, run a round if one is due, and end
+        watch: go back to the version before where the served accepted length falls below its
+            interval, and write every decision to OUTPUT/journal.jsonl
+        server: with --watch: vLLM server that swaps heads (drafttrain swap); each better version
+            goes into it, and its counters give the served length
+        api_key_env: environment variable with that server's API key, if it wants one
         share: share of the machine's time, at most
         hold_out: share of answers that only judge
         replay: earlier answers per new one in training

@@ -44,6 +44,7 @@ def export(
     target_gguf: Annotated[str, OneOf(GGUF_TYPES)] | None = None,
     speculative_tokens: Depth | None = None,
     schedule: File | Path | None = None,
+    swap_root: Name | Path = "",
     progress: Shown = False,
 ) -> ExportResult:
     """Write a drafter in the form that an engine loads, and print how to serve it.
@@ -76,6 +77,8 @@ def export(
         speculative_tokens: tokens drafted per round (default: the depth in decoding.json, else 3)
         schedule: a sweep's summary.json or an estimate's output: recipes of vLLM and SGLang then
             draft by batch size
+        swap_root: folder around OUTPUT; vLLM's recipe then swaps heads below it while it serves
+            (drafttrain swap)
         progress: print what the command prints; the logger `drafttrain` gets it otherwise
     """
     args = Namespace(**locals())

@@ -33,6 +33,7 @@ from drafttrain.inference.sequence import Generation
 from drafttrain.target import Target
 
 HEAD = 4096  # bytes at a log's start by which it is recognized under another name
+LONGEST = 64_000_000  # bytes of a line
 _PACKED = (".gz", ".zst", ".xz", ".bz2")  # rotated logs that are compressed are not read
 _FIX = "see the forms in docs/how-to/adapt.md"
 _PLACES = 100  # logs whose positions are kept
@@ -270,11 +271,13 @@ class LogReader:
                     place = known
             # Go on behind the last line read.
             at = file.seek(place["offset"])
-            for line in file:
-                if not line.endswith(b"\n"):
+            while line := file.readline(LONGEST):
+                if line.endswith(b"\n"):
+                    if line.strip():
+                        yield f"{path.name} byte {at}", line
+                # A line without an end is passed over piece by piece; its rest counts as unusable.
+                elif len(line) < LONGEST:
                     break
-                if line.strip():
-                    yield f"{path.name} byte {at}", line
                 at += len(line)
         if at > place["offset"]:
             # Keep the hash of a longer beginning, by which the log is recognized next time.

@@ -42,6 +42,9 @@ from drafttrain.formats.engines import ENGINES
 from drafttrain.formats.weights import dtype_name
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.inference import generate
+from drafttrain.inside_vllm.head_files import ROOT
+from drafttrain.inside_vllm.swap_worker import EXTENSION
+from drafttrain.states.engine_server import HOST
 from drafttrain.target import Target, resolve_dtype
 from drafttrain.target.generation import LogitsRules
 from drafttrain.target.loading import check_loaded, load_language_model, loading
@@ -80,6 +83,7 @@ class Serving(NamedTuple):
     tree: TreeSpec
     options: Mapping[str, object]  # of the engine, see `Shipping.options`
     schedule: list[Entry] | None = None  # draft lengths by batch size
+    swap_root: str = ""  # folder whose heads the server may swap in
 
     def over(self, defaults: Mapping[str, object]) -> Json:
         """The kind's options over an engine's defaults; None drops a key."""
@@ -188,6 +192,8 @@ class Vllm(ServingEngine):
 
     def command(self, serving: Serving) -> str:
         command = shlex.join(["vllm", "serve", serving.target, *self.flags(serving)])
+        if serving.swap_root:
+            command = swappable(command, serving.swap_root)
         if "num_speculative_tokens_per_batch_size" in self.settings(serving):
             return f"{VLLM_COSTS}\n{command}"
         return command
@@ -211,6 +217,20 @@ class Vllm(ServingEngine):
         if serving.schedule and "num_speculative_tokens" not in serving.options:
             chosen |= vllm_keys(serving.schedule)
         return chosen
+
+
+def swappable(command: str, root: str) -> str:
+    """A command of vLLM whose server swaps heads below a root.
+
+    It listens to this machine alone. A server for others needs --api-key, which guards the route.
+    """
+    where = shlex.quote(root)
+    return (
+        "# in vLLM's environment, once: pip install --no-deps drafttrain\n"
+        f"VLLM_PLUGINS=drafttrain_swap {ROOT}={where} \\\n"
+        f"{command} --host {HOST} --worker-extension-cls {EXTENSION}\n"
+        f"# drafttrain swap --server http://{HOST}:8000 --drafter HEAD    (below {where})"
+    )
 
 
 class Sglang(ServingEngine):

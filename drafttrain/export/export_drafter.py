@@ -33,6 +33,7 @@ from drafttrain.files import hub_snapshot, is_hub_id, write_json
 from drafttrain.folders import OutputFolder, beside, check_folder, inputs_of
 from drafttrain.formats.public_names import public_name
 from drafttrain.formats.write_gguf import write_gguf
+from drafttrain.inside_vllm.swap_worker import METHODS
 from drafttrain.outcome import conclude, next_command
 from drafttrain.target import load_shell, resolve_dtype, resolve_target
 
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     if args.schedule:
         schedule = batch_schedule(Path(args.schedule).expanduser())
     output = check_folder(args.output, "export", inputs_of(args))
+    root = swap_root(args, trained, output)
 
     # Write the files.
     depth = args.speculative_tokens
@@ -86,7 +88,15 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     name = public_name(target) if target else "TARGET"
     engines = shipping(trained.kind).formats[args.format].engines
     served = []
-    for recipe in recipes(trained, str(output), name, args.speculative_tokens, schedule=schedule):
+    made = recipes(
+        trained,
+        str(output),
+        name,
+        args.speculative_tokens,
+        schedule=schedule,
+        swap_root=root,
+    )
+    for recipe in made:
         if recipe.engine in engines:
             served.append(recipe)
     text = as_text(served)
@@ -97,6 +107,25 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     then = next_command("verify", drafter=args.drafter, exported=output)
     conclude({"format": args.format, "serve": text}, files, then)
     return 0
+
+
+def swap_root(args: argparse.Namespace, trained: Trained, output: Path) -> str:
+    """The folder from which a server of this export takes other heads; '' if none is asked for.
+
+    Raises:
+        UserError: the export is not below it, or vLLM does not swap drafters of its kind.
+    """
+    if not args.swap_root:
+        return ""
+    root = Path(args.swap_root).expanduser().resolve()
+    options = shipping(trained.kind).options(trained).get("vLLM", {})
+    is_swapped = options.get("method") in METHODS and "parallel_drafting" not in options
+    if args.format != "vllm" or not is_swapped or root not in output.resolve().parents:
+        raise UserError(
+            f"swap-root={args.swap_root!r} goes with --format vllm, heads of vLLM's methods "
+            f"{', '.join(METHODS)} without parallel drafting, and an --output below it"
+        )
+    return str(root)
 
 
 def _print_own_drafting(args: argparse.Namespace) -> int:

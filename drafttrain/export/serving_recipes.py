@@ -40,6 +40,7 @@ def recipes(
     results: Sequence[Json] = (),
     published: bool = False,
     schedule: list[Entry] | None = None,
+    swap_root: str = "",
 ) -> list[Recipe]:
     """Every engine's recipe for a drafter.
 
@@ -52,6 +53,7 @@ def recipes(
         published: `drafter` is a repository that `Shipping.publish` filled, not a folder in one
             format.
         schedule: draft lengths by batch size, for vLLM and SGLang, which can follow one.
+        swap_root: folder whose heads vLLM may swap in while it serves.
     """
     kind = shipping(trained.kind)
     tree = tuned_tree(trained.folder, results)
@@ -79,7 +81,7 @@ def recipes(
             place, fetch = _published_files(trained, drafter, release.form)
         engine = RUNS[name]
         spec = drawn if engine.draws_trees else chain
-        serving = Serving(target, place, spec, options[name], schedule)
+        serving = Serving(target, place, spec, options[name], schedule, swap_root)
         made.append(Recipe(name, fetch + engine.command(serving)))
 
     best = fastest(results)

@@ -76,18 +76,20 @@ def shipped_drafters(
     prompts: Sequence[list[int]],
     tokens: int,
     folder: Path,
+    only: Sequence[str] = (),
 ) -> list[Trained]:
     """A drafter of each kind that has a format, in a folder of its name.
 
     Args:
         prompts, tokens: what the drafters learn: the target's answers, of so many tokens.
+        only: kinds to make; all unless given.
     """
     answers = []
     for prompt in prompts:
         answers.append(generate(target, None, prompt, max_new_tokens=tokens).tokens)
     batch = answered(prompts, answers)
     made = []
-    kinds = [kind for kind in shipped_kinds() if shipping(kind).formats]
+    kinds = [kind for kind in only or shipped_kinds() if shipping(kind).formats]
     with (
         Progress("training tiny drafters", len(kinds), "kinds") as progress,
         torch.random.fork_rng(),

@@ -286,7 +286,7 @@ def speculation(before: Samples, after: Samples) -> Json:
         acceptance_by_depth as in results.json; empty if the page has no such figures or nothing was
         drafted.
     """
-    if _increase(before, after, "drafts") > 0:
+    if increase(before, after, "drafts") > 0:
         return _of_counters(before, after)
     lengths = [value for _, value in after.get("sglang:spec_accept_length", []) if value > 0]
     rates = [value for _, value in after.get("sglang:spec_accept_rate", [])]
@@ -303,9 +303,9 @@ def speculation(before: Samples, after: Samples) -> Json:
 
 
 def _of_counters(before: Samples, after: Samples) -> Json:
-    drafts = _increase(before, after, "drafts")
-    drafted = _increase(before, after, "draft_tokens")
-    accepted = _increase(before, after, "accepted_tokens")
+    drafts = increase(before, after, "drafts")
+    drafted = increase(before, after, "draft_tokens")
+    accepted = increase(before, after, "accepted_tokens")
     rate = None
     if drafted:
         rate = round(accepted / drafted, 4)
@@ -331,7 +331,7 @@ def _of_counters(before: Samples, after: Samples) -> Json:
     }
 
 
-def _increase(before: Samples, after: Samples, name: str) -> float:
+def increase(before: Samples, after: Samples, name: str) -> float:
     """Increase of one of vLLM's counters, over all labels (engines, models)."""
     key = f"vllm:spec_decode_num_{name}"
     now = sum(value for _, value in after.get(key, []))

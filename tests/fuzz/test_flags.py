@@ -52,6 +52,7 @@ NEEDED = {
     "chat": BOTH,
     "trace": [*BOTH, "--prompt", "hi"],
     "bench-server": ["--url", "http://127.0.0.1:9", "--output", "OUT"],
+    "swap": ["--server", "http://127.0.0.1:9"],
     "export": ["--drafter", "/no/drafter", "--format", "vllm", "--output", "OUT"],
     "import": ["--checkpoint", "/no/drafter", *TARGET, "--output", "OUT"],
     "doctor": ["/no/head", *TARGET],
@@ -82,6 +83,7 @@ LOADERS = (
     "reports.terminal_chat.load_target",
     "reports.trace.load_target",
     "serving.bench.connect",
+    "serving.swap.Swapper",
     "serving.bench.measure_lengths",
 )
 

@@ -169,6 +169,7 @@ def test_every_command_that_writes_is_here():
         "features",
         "diagnose",
         "serve-target",
+        "swap",
         "recipes",  # refuses files that differ: tests/test_recipes.py
         "chat",  # writes what /save names: tests/reports/test_terminal_chat.py
         "completion",

@@ -1,0 +1,129 @@
+"""`drafttrain swap`: asks a vLLM server to put another head in the place of the one that serves.
+
+The server needs drafttrain's route (inside_vllm/). It reads the head itself, from a folder below
+its root; only the folder's name and the digest of the files are sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+
+from typing_extensions import TypedDict
+
+from drafttrain.data.failures import BadReply
+from drafttrain.data.servers import Requests, server_address
+from drafttrain.drafters.shipping import find_drafter
+from drafttrain.errors import UserError
+from drafttrain.export.export_drafter import export
+from drafttrain.files import Json
+from drafttrain.inside_vllm.head_files import SwapRefused, read_head
+from drafttrain.inside_vllm.swap_route import PATH
+from drafttrain.outcome import conclude
+from drafttrain.target import resolve_dtype
+
+_SECONDS = 600.0  # a swap waits for a step, and large heads are read from a disk
+
+
+class ServedDrafter(TypedDict):
+    """The head that serves, as the route says it."""
+
+    folder: str
+    sha256: str
+    root: str
+    dtype: str
+
+
+class HeadRefused(UserError):
+    """A head that the server does not take. The old one serves on."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command. Raises UserError: no server with the route, or a refused head."""
+    with contextlib.closing(Swapper(args.server, args.api_key_env or "")) as swapper:
+        served = swapper.ask()
+        if args.drafter:
+            print(f"{swapper.url} serves {served['folder']}")
+            served = swapper.ask(head_below(args.drafter, served))
+    print(f"{swapper.url} serves {served['folder']} (sha256 {served['sha256'][:12]})")
+    conclude({"served": served})
+    return 0
+
+
+class Swapper:
+    """Swaps heads of one server.
+
+    Args:
+        server: its address. variable: environment variable of its API key; '' for none.
+
+    Raises:
+        UserError: not an address.
+    """
+
+    def __init__(self, server: str, variable: str = ""):
+        self.url = server_address(server)
+        self._requests = Requests(variable)
+
+    def close(self) -> None:
+        self._requests.close()
+
+    def ask(self, body: Json | None = None) -> ServedDrafter:
+        """Which head serves, or after a swap will.
+
+        Args:
+            body: of `head_below`; None swaps nothing.
+
+        Raises:
+            HeadRefused: the server checked the head and refuses it.
+            UserError: no server with the route, or no answer.
+        """
+        method = "POST" if body else "GET"
+        try:
+            return self._requests.json(method, self.url + PATH, body, ServedDrafter, _SECONDS)
+        except BadReply as bad:
+            if bad.reason == "HTTP 404":
+                raise UserError(
+                    f"server={self.url!r} has no route for swaps; start it as drafttrain export "
+                    "--swap-root DIR prints it"
+                ) from bad
+            if bad.reason == "HTTP 409":
+                raise HeadRefused(
+                    f"server={self.url!r} refuses, its head serves on: {bad.detail}"
+                ) from bad
+            raise UserError(
+                f"server={self.url!r} did not answer ({bad}); ask which head serves: "
+                f"drafttrain swap --server {self.url}"
+            ) from bad
+
+
+def head_below(drafter: str, served: ServedDrafter) -> Json:
+    """The body of a swap's request.
+
+    Args:
+        drafter: a folder below the server's root, or its name there; or a trained drafter, which is
+            exported into the root.
+
+    Raises:
+        HeadRefused: none of them, or files that cannot be read.
+    """
+    root = Path(served["root"]).resolve()
+    folder = Path(drafter).expanduser()
+    if not folder.is_dir():
+        folder = root / drafter
+    # The server may have its disk elsewhere, and says what is wrong with a name.
+    if not folder.is_dir():
+        return {"folder": drafter}
+    folder = folder.resolve()
+    try:
+        if root not in folder.parents:
+            trained = find_drafter(str(folder))
+            folder = root / folder.name
+            export(trained, "vllm", folder, resolve_dtype(served["dtype"]), trained.target_name)
+        digest = read_head(folder, drafter).digest
+    except (UserError, SwapRefused) as error:
+        raise HeadRefused(
+            f"drafter={drafter!r} is no export below the server's root {str(root)!r}, and not a "
+            f"trained drafter that can be exported there ({error})"
+        ) from error
+    return {"folder": str(folder.relative_to(root)), "sha256": digest}

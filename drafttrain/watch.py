@@ -1,0 +1,186 @@
+"""`drafttrain adapt --watch`: what a server accepts of the drafts, swaps in it, and the way back.
+
+sample     accepted length of the served version: vLLM's counters over some drafts, or the log's lines
+swap       a better version goes into the server (`drafttrain swap`); a server that is away gets it when it is back
+go back    the mean of the new version's samples lies below the interval of the old one's
+
+OUTPUT/journal.jsonl   a line for every decision, with its figures
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+import httpx
+
+from drafttrain.errors import UserError
+from drafttrain.evaluation.resampling import FEWEST, paired_ratio
+from drafttrain.files import append_line, complete_bytes, lock, writing
+from drafttrain.serving.client import Samples, Server, increase, read_metrics, speculation
+from drafttrain.serving.swap import HeadRefused, Swapper, head_below
+
+JOURNAL = "journal.jsonl"
+_LOCK = ".drafttrain-watch"  # in the server's root: one watcher a server
+_DRAFTS = 100  # of a sample of vLLM's counters
+_TRIAL = 16  # samples of a new version before it may be dropped
+_PROVEN = 64  # samples after which a new version stays; of the old one, those that are kept
+
+
+@dataclass
+class Watched:
+    """What the watcher keeps between its runs.
+
+    Attributes:
+        samples: accepted lengths of the version that serves, the newest last.
+        previous: folder of the version before, while the present one may still be dropped; '' if
+            none. usual: [mean, low, high] of its samples.
+        swapped: whether the server ever got another head than it was started with.
+    """
+
+    samples: list[float] = field(default_factory=list)
+    previous: str = ""
+    usual: list[float] = field(default_factory=list)
+    swapped: bool = False
+
+    def begin(self, previous: Path) -> None:
+        """A new version serves from now on; the previous one may come back, if its length is known."""
+        self.previous = ""
+        if len(self.samples) >= FEWEST:
+            found = paired_ratio([self.samples], [[1.0] * len(self.samples)])
+            self.usual = [round(part, 4) for part in found]
+            self.previous = str(previous)
+        self.samples = []
+
+
+class Watch:
+    """Watches the version that serves.
+
+    Args:
+        server: address of a vLLM server that swaps heads; '' for a server of one's own that follows
+            OUTPUT/current. variable: environment variable of its API key.
+        output: folder of the versions. watched: state, changed in place.
+
+    Raises:
+        UserError: no such server, its root is not on this machine, or another watcher has it.
+    """
+
+    def __init__(self, server: str, variable: str, output: Path, watched: Watched):
+        self.output = output
+        self.watched = watched
+        self.swapper: Swapper | None = None
+        self._mark: Samples = {}  # the counters at the beginning of a sample
+        # The version that was sent last, and the head that served behind that.
+        self._tried: tuple[Path, str] | None = None
+        self._is_away = False
+        self._lock: int | None = None
+        if server:
+            self.swapper = Swapper(server, variable)
+            self._metrics = Server(self.swapper.url, "")
+            root = Path(self.swapper.ask()["root"])
+            with writing(root, "the server's root"):
+                self._lock = lock(root / _LOCK)
+            if self._lock is None:
+                raise UserError(
+                    f"server={server!r}: another drafttrain adapt --watch swaps its heads; stop that "
+                    "one first"
+                )
+        self.note("start")
+
+    def close(self) -> None:
+        self.note("stop")
+        if self.swapper is not None:
+            self.swapper.close()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def note(self, event: str, **figures: object) -> None:
+        """Appends a decision to the journal. Raises UserError: it cannot be written."""
+        path = self.output / JOURNAL
+        with writing(path), path.open("ab") as file:
+            # A killed process may have left part of a line.
+            file.truncate(complete_bytes(path))
+            append_line(file.fileno(), {"time": round(time.time(), 3), "event": event, **figures})
+
+    def sample(self) -> None:
+        """Reads the server's counters, and takes a sample after every so many drafts."""
+        if self.swapper is None:
+            return
+        page = asyncio.run(self._page())
+        drafts = increase(self._mark, page, "drafts")
+        # A server that was started again counts from 0.
+        if not self._mark or drafts < 0:
+            self._mark = page
+        elif drafts >= _DRAFTS:
+            self.add(speculation(self._mark, page)["accepted_length"])
+            self._mark = page
+
+    async def _page(self) -> Samples:
+        async with httpx.AsyncClient(timeout=10.0) as client:
+            return await read_metrics(client, self._metrics)
+
+    def add(self, length: float) -> None:
+        """Takes a sample."""
+        self.watched.samples.append(length)
+        self.watched.samples = self.watched.samples[-_PROVEN:]
+
+    def falls(self, version: str) -> Path | None:
+        """The folder of the version that has to come back, if any; a version that proved itself
+        stays.
+        """
+        watched = self.watched
+        if not watched.previous or len(watched.samples) < _TRIAL:
+            return None
+        mean = fmean(watched.samples)
+        event = "rollback"
+        back: Path | None = Path(watched.previous)
+        if mean >= watched.usual[1]:
+            if len(watched.samples) < _PROVEN:
+                return None
+            event = "proven"
+            back = None
+        self.note(
+            event,
+            version=version,
+            served_accepted_length=round(mean, 4),
+            samples=len(watched.samples),
+            usual=watched.usual,
+        )
+        watched.previous = ""
+        return back
+
+    def bring(self, folder: Path) -> bool:
+        """Swaps a trained drafter in where the server has another head; False if it refuses.
+
+        A server that does not answer is asked again by the next call.
+        """
+        # The drafter that the server was started with needs no swap.
+        is_first = self.output not in folder.parents and not self.watched.swapped
+        if self.swapper is None or is_first:
+            return True
+        try:
+            served = self.swapper.ask()
+            self._is_away = False
+            if self._tried == (folder, served["sha256"]):
+                return True
+            self._tried = (folder, served["sha256"])
+            after = self.swapper.ask(head_below(str(folder), served))
+        except HeadRefused as refused:
+            self.note("refused", version=folder.name, reason=str(refused))
+            return False
+        except UserError as error:
+            if not self._is_away:
+                self.note("away", reason=str(error))
+            self._is_away = True
+            self._tried = None
+            return True
+        self._tried = (folder, after["sha256"])
+        self.watched.swapped = True
+        self._mark = {}
+        if after["sha256"] != served["sha256"]:
+            self.note("swap", version=folder.name, sha256=after["sha256"])
+        return True
