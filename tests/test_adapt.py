@@ -12,12 +12,15 @@ import sys
 import time
 
 import pytest
+import torch
 
 from drafttrain import adapt
 from drafttrain.cli import main
 from drafttrain.data.answer_log import AnswerLog
 from drafttrain.drafters.latest import LatestDrafter
+from drafttrain.drafters.shipping import find_drafter
 from drafttrain.errors import UserError
+from drafttrain.export.export_drafter import export
 from drafttrain.inference import generate
 from drafttrain.inside_vllm.head_files import ROOT, read_head
 from drafttrain.serving.client import parse_metrics
@@ -46,13 +49,22 @@ def served(tmp_path_factory):
     return place
 
 
-def words(served, output, *more: str) -> list[str]:
+def words(
+    served,
+    output,
+    *more: str,
+) -> list[str]:
     given = {"drafter": served / "drafter", "target": served / "target", "log": served / "log.jsonl", "output": output,
              "every": 16, "share": 1, "hold-out": 0.4, "passes": 30, "learning-rate": 3e-3, "dtype": "float32"}  # fmt: skip
     return ["adapt", "--once", *(f"--{key}={value}" for key, value in given.items()), *more]
 
 
-def once(served, output, capsys, *more: str) -> dict:
+def once(
+    served,
+    output,
+    capsys,
+    *more: str,
+) -> dict:
     assert main([*words(served, output, *more), "--json"]) == 0
     return json.loads(capsys.readouterr().out)["result"]
 
@@ -64,14 +76,23 @@ def plenty(monkeypatch):
     monkeypatch.setattr(os, "nice", lambda by: 0)
 
 
-def verdicts(monkeypatch, *ratios: tuple[float, float]) -> None:
+def verdicts(
+    monkeypatch,
+    *ratios: tuple[float, float],
+) -> None:
     """Judges the coming rounds by these intervals."""
     left = list(ratios)
     monkeypatch.setattr(adapt, "compared", lambda *_: (adapt.Ratio(1.0, *left.pop(0)), 1.0, 1.0))
 
 
 @pytest.mark.thorough
-def test_a_better_version_serves_and_text_stays(served, tmp_path, capsys, plenty, monkeypatch):
+def test_a_better_version_serves_and_text_stays(
+    served,
+    tmp_path,
+    capsys,
+    plenty,
+    monkeypatch,
+):
     verdicts(monkeypatch, (1.1, 1.2))
     output = tmp_path / "out"
     target = make_target()
@@ -138,7 +159,13 @@ def test_swaps_follow_the_verdict_and_the_disk_is_bounded(
 
 
 @pytest.mark.thorough
-def test_what_a_killed_process_leaves_is_completed(served, tmp_path, capsys, plenty, monkeypatch):
+def test_what_a_killed_process_leaves_is_completed(
+    served,
+    tmp_path,
+    capsys,
+    plenty,
+    monkeypatch,
+):
     output = tmp_path / "out"
     verdicts(monkeypatch, (1.1, 1.2), (1.1, 1.2))
     save = adapt.Adapter.save
@@ -163,7 +190,12 @@ def test_what_a_killed_process_leaves_is_completed(served, tmp_path, capsys, ple
 
 
 @pytest.mark.thorough
-def test_unusable_lines_are_counted_and_listed(served, tmp_path, capsys, plenty):
+def test_unusable_lines_are_counted_and_listed(
+    served,
+    tmp_path,
+    capsys,
+    plenty,
+):
     log = tmp_path / "log.jsonl"
     shutil.copy(served / "log.jsonl", log)
     with log.open("a") as file:
@@ -187,7 +219,13 @@ def test_unusable_lines_are_counted_and_listed(served, tmp_path, capsys, plenty)
         (["--target={other}"], "hidden_size"),
     ],
 )
-def test_mistakes_are_one_line(served, tmp_path, capsys, more, message):
+def test_mistakes_are_one_line(
+    served,
+    tmp_path,
+    capsys,
+    more,
+    message,
+):
     if "{other}" in more[0]:
         other = make_target(hidden=64)
         other.model.save_pretrained(tmp_path / "other")
@@ -198,7 +236,12 @@ def test_mistakes_are_one_line(served, tmp_path, capsys, more, message):
 
 
 @pytest.mark.thorough
-def test_one_folder_continues_one_drafter(served, tmp_path, capsys, plenty):
+def test_one_folder_continues_one_drafter(
+    served,
+    tmp_path,
+    capsys,
+    plenty,
+):
     once(served, tmp_path / "out", capsys, "--every=100")
     shutil.copytree(served / "drafter", tmp_path / "second")
     assert main(words(served, tmp_path / "out", f"--drafter={tmp_path / 'second'}")) == 2
@@ -207,6 +250,49 @@ def test_one_folder_continues_one_drafter(served, tmp_path, capsys, plenty):
 
 def journal_of(output):
     return [json.loads(line) for line in (output / "journal.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.thorough
+def test_a_better_version_goes_into_the_server_and_comes_out_again(
+    served, tmp_path, capsys, plenty, monkeypatch
+):
+    output = tmp_path / "out"
+    root = tmp_path / "heads"
+    monkeypatch.setenv(ROOT, str(root))
+    verdicts(monkeypatch, (1.1, 1.2), (1.1, 1.2))
+    trained = find_drafter(str(served / "drafter"))
+    export(trained, "vllm", root / "first", torch.float32, trained.target_name)
+    route = route_of(root / "first")
+    serve(route, monkeypatch)
+    rounds = [0]
+
+    async def page(self):
+        rounds[0] += 1000
+        return {} if route.away else parse_metrics(vllm_page(rounds[0]))
+
+    monkeypatch.setattr(Watch, "_page", page)
+    given = ("--passes=1", "--watch", "--server=http://127.0.0.1:8000")
+    assert once(served, output, capsys, *given)["rounds"][0]["verdict"] == "better"
+    assert route.heads[0].served.folder == "version-0001"
+    state = (output / "state.jsonl").read_text()
+    watched = {"samples": [1.0] * 16, "previous": str(served / "drafter"), "usual": [2, 1.9, 2.1]}
+    head, _, rest = state.partition("\n")
+    changed = json.loads(head) | {"watched": {**watched, "swapped": True}}
+    (output / "state.jsonl").write_text(json.dumps(changed) + "\n" + rest)
+    once(served, output, capsys, *given)
+    assert route.heads[0].served.folder == "drafter"
+    assert (output / "current").resolve() == served / "drafter"
+    events = [row["event"] for row in journal_of(output)]
+    assert events == ["start", "round", "swap", "stop", "start", "rollback", "swap", "stop"]
+
+    # A server with a head of another shape takes no version; one that is away is noted once.
+    write_head(root / "other", 1.0)
+    route.heads[0].served = read_head(root / "other", "other")
+    shutil.copytree(served / "drafter", tmp_path / "again")
+    more = [f"--drafter={tmp_path / 'again'}", *given]
+    found = once(served, tmp_path / "second", capsys, *more)
+    assert found["rounds"][0]["verdict"] == "refused"
+    assert found["serving"] == str(tmp_path / "again")
 
 
 def test_a_watcher_samples_brings_judges_and_notes(tmp_path, monkeypatch):
@@ -256,7 +342,11 @@ def test_a_watcher_samples_brings_judges_and_notes(tmp_path, monkeypatch):
     assert events == ["start", "away", "swap", "swap", "rollback", "proven", "stop"]
 
 
-def test_a_server_needs_watch(served, tmp_path, capsys):
+def test_a_server_needs_watch(
+    served,
+    tmp_path,
+    capsys,
+):
     assert main(words(served, tmp_path / "out", "--server=http://127.0.0.1:1")) == 2
     assert "goes with --watch" in capsys.readouterr().err
 
@@ -292,7 +382,11 @@ def test_allowance_grows_with_time_is_saved_for_hours_and_half_is_kept_for_a_fal
     assert it.budget() < 0 and it.state.spent == pytest.approx(500, abs=0.5)
 
 
-def test_a_server_follows_the_link_and_keeps_what_does_not_load(served, tmp_path, caplog):
+def test_a_server_follows_the_link_and_keeps_what_does_not_load(
+    served,
+    tmp_path,
+    caplog,
+):
     target = make_target()
     link = tmp_path / "current"
     shutil.copytree(served / "drafter", tmp_path / "one")
@@ -316,7 +410,11 @@ def test_a_server_follows_the_link_and_keeps_what_does_not_load(served, tmp_path
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_nothing_is_lost(served, tmp_path, capsys):
+def test_killed_at_any_moment_nothing_is_lost(
+    served,
+    tmp_path,
+    capsys,
+):
     """kill -9 after growing times; then the folder loads, and a last run reads every line exactly once."""
     output = tmp_path / "out"
     command = [sys.executable, "-m", "drafttrain"]

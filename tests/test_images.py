@@ -20,13 +20,21 @@ from drafttrain.images import BadPicture, Picture, PictureStore, read_picture
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
-def encoded(image, form="PNG", **options):
+def encoded(
+    image,
+    form="PNG",
+    **options,
+):
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
 
 
-def noise(width=9, height=7, seed=0):
+def noise(
+    width=9,
+    height=7,
+    seed=0,
+):
     data = random.Random(seed).randbytes(3 * width * height)
     return Image.frombytes("RGB", (width, height), data)
 
@@ -110,7 +118,11 @@ def test_urls_are_downloaded_where_allowed(monkeypatch):
     def answer(request):
         return httpx.Response(404 if "gone" in request.url.path else 200, content=PNG)
 
-    def stream(method, url, **options):
+    def stream(
+        method,
+        url,
+        **options,
+    ):
         client = httpx.Client(transport=httpx.MockTransport(answer))
         return client.stream(method, url, **options)
 

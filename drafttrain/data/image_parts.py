@@ -45,6 +45,7 @@ def read_parts(content: Iterable[object]) -> list[Json] | None:
     """
     parts = []
     for given in content:
+        # Text may stand between parts as it is.
         if isinstance(given, str):
             given = text_part(given)
         if not isinstance(given, Mapping):
@@ -54,6 +55,7 @@ def read_parts(content: Iterable[object]) -> list[Json] | None:
             raise BadPicture("audio or video", "messages may have text and images only")
         if held.get("type") in _IMAGE:
             source = next((held[key] for key in _SOURCES if key in held), None)
+            # OpenAI's part holds the address in a mapping of its own.
             if isinstance(source, Mapping) and "url" in source:
                 source = source["url"]
             parts.append(image_part(source))
@@ -87,6 +89,7 @@ def place_images(messages: Sequence[Json], images: Sequence[object]) -> list[Jso
     if images:
         messages = [_at_markers(message) for message in messages]
     sources = sources_in(messages)
+    # Nothing says where the images belong.
     if not sources:
         return in_front(messages, images)
     places = sum(source is None for source in sources)
@@ -107,7 +110,7 @@ def _at_markers(message: Json) -> Json:
     content = message["content"]
     if message["role"] not in ("user", "system") or not isinstance(content, str):
         return message
-    first, *others = _MARKER.split(content)
+    first, *others = _MARKER.split(content)  # an image before each of the others
     if not others:
         return message
     parts = [text_part(first)]

@@ -116,6 +116,7 @@ class CombinedDrafter(Drafter):
         assert isinstance(session, CombinedSession)
         main = self.main.rewind(session.main, prompt_ids, read, max_length)
         side = self.side.rewind(session.side, prompt_ids, read, max_length)
+        # One that went back alone would read features twice.
         if main is None or side is None:
             return None
         return CombinedSession(self, main, side)

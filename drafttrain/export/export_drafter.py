@@ -49,10 +49,12 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     """
     if is_untrained(args.drafter):
         return _print_own_drafting(args)
+    # The files of a drafter from Python are written first, so that both take one way.
     if drafter is None:
         trained = find_drafter(args.drafter)
     else:
         trained = saved(drafter, scratch)
+    # Without a format the question is which there are.
     if args.format is None:
         return _print_formats(args, trained)
     if args.output is None:
@@ -72,11 +74,13 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
 
     # Write the files.
     depth = args.speculative_tokens
+    # Engines draft chains: the depth of the tree that was tuned here.
     if depth is None:
         depth = engine_depth(trained, tuned_tree(trained.folder))
     target = trained.target_name
     if args.target:
         target = args.target
+        # A drafter from elsewhere may not record its target.
         if not trained.target:
             trained = _beside(trained, target)
     dtype = resolve_dtype(args.dtype)
@@ -85,6 +89,7 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
         files.append(write_target(target, output / TARGET_GGUF, args.target_gguf))
 
     # Print the commands that serve them.
+    # A local target is named as others would find it.
     name = public_name(target) if target else "TARGET"
     engines = shipping(trained.kind).formats[args.format].engines
     served = []
@@ -117,6 +122,7 @@ def swap_root(args: argparse.Namespace, trained: Trained, output: Path) -> str:
     """
     if not args.swap_root:
         return ""
+    # The route takes names below the root only, and this export must be one of them.
     root = Path(args.swap_root).expanduser().resolve()
     options = shipping(trained.kind).options(trained).get("vLLM", {})
     is_swapped = options.get("method") in METHODS and "parallel_drafting" not in options

@@ -178,6 +178,7 @@ def prepare(
     weights = "an unrecorded number of"
     if training.get("parameters"):
         weights = f"{training['parameters']:,}"
+    # A drafter repeats parts of its target, whose license it takes unless one is given.
     license = args.license
     if not license:
         license = _target_license(trained)
@@ -225,6 +226,7 @@ def _unmeasured(
 ) -> list[tuple[float, str]]:
     """Temperatures that lack results, each with the command that measures it; none without any results."""
     measured = [run["decoding"]["temperature"] for run in results]
+    # A card without any evaluation says that itself.
     if not measured:
         return []
     missing = []

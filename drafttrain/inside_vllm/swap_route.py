@@ -17,12 +17,11 @@ import os
 from typing import Any
 
 from drafttrain.inside_vllm.head_files import SwapRefused
-from drafttrain.inside_vllm.swap_worker import EXTENSION
+from drafttrain.inside_vllm.swap_worker import EXTENSION, Vllms
 
 PATH = "/v1/drafter"
 _OWN = ("127.0.0.1", "::1", "localhost")  # addresses that only this machine reaches
 Answer = dict[str, Any]
-Vllms = Any  # an object of vLLM's, which mypy does not see
 
 
 class DrafterSwapRoute:

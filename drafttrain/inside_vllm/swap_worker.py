@@ -31,6 +31,7 @@ from drafttrain.inside_vllm.head_files import (
     read_head,
 )
 
+Vllms = Any  # an object of vLLM's, which mypy does not see
 EXTENSION = "drafttrain.inside_vllm.swap_worker.DrafterSwapWorker"
 # Methods that a swap was run for. Others keep weights that vLLM computes once, when it starts (dflash,
 # heads that draft in parallel), or are a part of the target's checkpoint (mtp).
@@ -45,12 +46,13 @@ class ServedHead:
         SwapRefused: a server whose head cannot be swapped.
     """
 
-    def __init__(self, worker: Any):
+    def __init__(self, worker: Vllms):
         self.config = worker.vllm_config
         self.runner = worker.model_runner
         self.root = os.environ.get(ROOT, "")
         self.served = self._first()
         self.checked = self.served
+        # What `apply` goes back to when another worker failed.
         self.before = self.served
 
     def _first(self) -> HeadFiles:
@@ -85,6 +87,7 @@ class ServedHead:
         Raises:
             SwapRefused: it cannot take the served one's place.
         """
+        # A head that fits has the served one's tensors; the rest of its file are names and shapes.
         room = self.served.size + 1_000_000
         new = read_head(folder_below(self.root, name), name, room)
         if wanted not in ("", new.digest):
@@ -106,6 +109,7 @@ class ServedHead:
         known = {head.digest: head for head in (self.before, self.checked, self.served)}
         if digest not in known:
             raise SwapRefused("another swap came between; try again")
+        # Asked again for what serves already, as after an answer that got lost: nothing to do.
         if digest != self.served.digest:
             try:
                 self.load(known[digest])
@@ -127,7 +131,7 @@ class ServedHead:
             reload.initialize_layerwise_reload(drafter)
             try:
                 drafter.load_weights(head.tensors.items())
-            finally:
+            finally:  # also packs again what was unpacked, if loading failed
                 described = self.config.speculative_config.draft_model_config
                 reload.finalize_layerwise_reload(drafter, described)
 

@@ -47,6 +47,7 @@ class MuonAndAdamW(Optimizer):
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_epsilon,
         )
+        # Schedules and checkpoints see one list of groups.
         groups = [*self._muon.param_groups, *self._adamw.param_groups]
         self._matrices = len(self._muon.param_groups)
         super().__init__(groups, {})
@@ -81,6 +82,7 @@ def matrices_of(model: nn.Module, words: tuple[int, ...]) -> set[Tensor]:
         words: sizes of vocabularies.
     """
     found = set()
+    # Embeddings are no linear layers.
     for module in model.modules():
         if not isinstance(module, nn.Linear) or module.out_features in words:
             continue

@@ -25,7 +25,12 @@ def shell():
     return load_shell(TARGET)
 
 
-def read(row: object, shell, kwargs=None, most=200):
+def read(
+    row: object,
+    shell,
+    kwargs=None,
+    most=200,
+):
     return read_answer(json.dumps(row).encode(), Path("log"), shell, kwargs or {}, most)
 
 
@@ -78,7 +83,11 @@ def test_only_the_last_answer_counts(shell):
         ({"level": "info"}, "no conversation"),
     ],
 )  # fmt: skip
-def test_other_lines_are_one_line_errors(row, message, shell):
+def test_other_lines_are_one_line_errors(
+    row,
+    message,
+    shell,
+):
     with pytest.raises(UserError, match=message) as error:
         read(row, shell)
     assert "\n" not in str(error.value)
@@ -149,3 +158,15 @@ def test_a_servers_log_is_private_exact_and_rotates(tmp_path, shell):
     log.add([9], Generation([4, 5], Stats()))
     assert json.loads(path.read_text())["prompt_token_ids"] == [9]
     log.close()
+
+
+def test_a_line_without_an_end_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr("drafttrain.data.answer_log.LONGEST", 50)
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"a": 1}\n' + "x" * 120)
+    reader = LogReader(path)
+    assert [line for _, _, line in reader.read(10)[0]] == [b'{"a": 1}\n']
+    with path.open("a") as file:
+        file.write('y\n{"b": 2}\n')
+    found = [line for _, _, line in LogReader(path, reader.places).read(10)[0]]
+    assert found == [b"x" * 20 + b"y\n", b'{"b": 2}\n']

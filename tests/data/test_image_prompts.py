@@ -54,7 +54,11 @@ def tokens_of(target, text):
     return target.tokenizer(text.replace("<|image|>", "<|image|>" * 4))["input_ids"]
 
 
-def prompt_of(target, folder, *messages):
+def prompt_of(
+    target,
+    folder,
+    *messages,
+):
     read = read_images(messages, PictureStore(folder).read)
     return chat_prompt(target, read, ChatInputs())
 
@@ -62,7 +66,12 @@ def prompt_of(target, folder, *messages):
 # -- rendering ------------------------------------------------------------------------------------
 
 
-def test_placeholders_are_expanded(target, built, tmp_path, monkeypatch):
+def test_placeholders_are_expanded(
+    target,
+    built,
+    tmp_path,
+    monkeypatch,
+):
     names = stored(tmp_path)
     asked = user(shown(names[0]), ASK, shown(names[1]))
     prompt = prompt_of(target, tmp_path, asked)
@@ -170,7 +179,13 @@ def check_rows(output):
     return rows
 
 
-def test_the_target_here(built, target, prompts, tmp_path, capsys):
+def test_the_target_here(
+    built,
+    target,
+    prompts,
+    tmp_path,
+    capsys,
+):
     output = tmp_path / "data"
     words = (built.folder, prompts, output, "--features", "1", *SHORT)
     assert generate(*words) == 0
@@ -194,7 +209,12 @@ def test_the_target_here(built, target, prompts, tmp_path, capsys):
     assert listed(output) == {"many": BAD["many"]}
 
 
-def test_recorded_answers(built, target, prompts, tmp_path):
+def test_recorded_answers(
+    built,
+    target,
+    prompts,
+    tmp_path,
+):
     output = tmp_path / "data"
     words = (built.folder, prompts, output, "--backend", "existing", "--max-length", "80")
     assert generate(*words) == 0
@@ -222,13 +242,22 @@ class SeeingServer(LocalServer):
         by_ids: it exchanges token ids. extra: text that it puts before a prompt with images.
     """
 
-    def __init__(self, target, by_ids, extra=""):
+    def __init__(
+        self,
+        target,
+        by_ids,
+        extra="",
+    ):
         self.target = target
         self.by_ids = by_ids
         self.extra = extra
         self.start()
 
-    def respond(self, handler, body):
+    def respond(
+        self,
+        handler,
+        body,
+    ):
         if "prompt" in body:
             reply = completion("seen 0")
             text = body["prompt"]
@@ -258,7 +287,13 @@ class SeeingServer(LocalServer):
 
 
 @pytest.mark.parametrize("by_ids", [True, False])
-def test_servers_get_images_in_chats(built, target, prompts, tmp_path, by_ids):
+def test_servers_get_images_in_chats(
+    built,
+    target,
+    prompts,
+    tmp_path,
+    by_ids,
+):
     output = tmp_path / "data"
     with SeeingServer(target, by_ids) as server:
         words = ("--backend", "openai", "--url", server.url, *SHORT[:-2])
@@ -267,7 +302,12 @@ def test_servers_get_images_in_chats(built, target, prompts, tmp_path, by_ids):
     assert check_rows(output)["two"]["tokens"] == tokens_of(target, text)
 
 
-def test_a_server_that_reads_another_prompt(built, target, prompts, tmp_path):
+def test_a_server_that_reads_another_prompt(
+    built,
+    target,
+    prompts,
+    tmp_path,
+):
     output = tmp_path / "data"
     with SeeingServer(target, True, "<s>") as server:
         words = ("--backend", "openai", "--url", server.url, *SHORT[:-2])
@@ -275,7 +315,13 @@ def test_a_server_that_reads_another_prompt(built, target, prompts, tmp_path):
     assert listed(output) == {**BAD, "one": "token ids", "two": "token ids"}
 
 
-def test_prompts_that_are_refused_at_once(built, target_dir, prompts, tmp_path, capsys):
+def test_prompts_that_are_refused_at_once(
+    built,
+    target_dir,
+    prompts,
+    tmp_path,
+    capsys,
+):
     assert generate(target_dir, prompts, tmp_path / "a") == 2
     assert "reads no images" in capsys.readouterr().err
     write_rows(prompts, [{"id": "a", "messages": [user(ASK, {"type": "video"})]}])

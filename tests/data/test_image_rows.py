@@ -164,7 +164,11 @@ def test_columns_of_datasets(tmp_path):
     assert found == {picture(i).name for i in range(3)}
 
 
-def test_easy_vqa(tmp_path, capsys, monkeypatch):
+def test_easy_vqa(
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     names = stored(tmp_path / "package")
     package = SimpleNamespace(
         get_train_questions=lambda: (["what is the blue shape?"], ["circle"], [0]),

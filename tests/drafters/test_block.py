@@ -53,7 +53,11 @@ DIFFERENT = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "options"), [(kind, {}) for kind in KINDS] + DIFFERENT)
-def test_every_parameter_gets_a_finite_gradient(target, kind, options):
+def test_every_parameter_gets_a_finite_gradient(
+    target,
+    kind,
+    options,
+):
     options = {"train_head": True, "weighting": "dpace", **options}
     drafter = make_drafter(kind, target, torch.arange(300), **options)
     run_step(drafter, target, make_batch((12, 9))).loss.backward()
@@ -112,7 +116,11 @@ def test_what_the_selector_prefers_is_among_what_it_rescores(target):
     + DIFFERENT,
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value.__name__,
 )
-def test_training_at_depth_k_is_what_decoding_says_there(target, kind, options):
+def test_training_at_depth_k_is_what_decoding_says_there(
+    target,
+    kind,
+    options,
+):
     drafter = shaken(kind, target, **options)
     depth = drafter.config.depth
     make = lambda: shaken(kind, target, **options)  # noqa: E731
@@ -205,7 +213,11 @@ def test_drawn_trees_say_what_they_were_drawn_from(target, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_save_and_load_round_trip(target, tmp_path, kind):
+def test_save_and_load_round_trip(
+    target,
+    tmp_path,
+    kind,
+):
     drafter = shaken(kind, target, train_head=True, mask_token_id=290)
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(str(tmp_path), target)
@@ -235,6 +247,10 @@ def test_save_and_load_round_trip(target, tmp_path, kind):
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not one of"),
     ],
 )
-def test_what_cannot_work_is_said(target, options, message):
+def test_what_cannot_work_is_said(
+    target,
+    options,
+    message,
+):
     with pytest.raises(UserError, match=message):
         DFlash.config_class.for_target(target, **options)

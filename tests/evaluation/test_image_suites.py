@@ -30,7 +30,13 @@ OPTIONS = "How many? Options: A: 1, B: 2"
         ("coco_captions", {"question_id": "1.jpg"}, "Describe this image", "coco_captions"),
     ],
 )
-def test_layouts_of_the_hub(tmp_path, name, row, turn, category):
+def test_layouts_of_the_hub(
+    tmp_path,
+    name,
+    row,
+    turn,
+    category,
+):
     columns = {**row, "image": {"bytes": picture(1).data, "path": None}}
     rows = Dataset.from_list([columns]).cast_column("image", Image())
     rows.to_parquet(tmp_path / "test-00000-of-00001.parquet")
@@ -123,13 +129,22 @@ def test_eval(words, tmp_path):
         assert record["identical"] == {"autoregressive": True, "hf_generate": True}
 
 
-def test_eval_of_a_target_that_reads_text(target_dir, tmp_path, capsys):
+def test_eval_of_a_target_that_reads_text(
+    target_dir,
+    tmp_path,
+    capsys,
+):
     words = ["--target", str(target_dir), "--drafter=ngram", "--suite=drawn"]
     assert cli.main(["eval", *words, "--output", str(tmp_path / "r.json")]) == 2
     assert "reads no images" in capsys.readouterr().err
 
 
-def test_chat(words, tmp_path, monkeypatch, capsys):
+def test_chat(
+    words,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     (tmp_path / "a.png").write_bytes(picture(0).data)
     lines = [f"/image {tmp_path / 'a.png'}", "what is it?", "and now?"]
     lines += [f"/save {tmp_path / 'chat.json'}", "/image gone.png"]

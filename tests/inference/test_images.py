@@ -45,13 +45,23 @@ def prompts_of(case, target):
     return [target.image_prompt(text, pictures) for text, pictures in shown.items()]
 
 
-def tokens_of(target, drafter, prompts, spec="none", **options):
+def tokens_of(
+    target,
+    drafter,
+    prompts,
+    spec="none",
+    **options,
+):
     spec = TreeSpec.parse(spec) if isinstance(spec, str) else spec
     decoder = Decoder(target, drafter, spec=spec, eos_ids=(), max_rows=3, **options)
     return [each.tokens for each in decoder.generate(prompts, max_new_tokens=NEW)]
 
 
-def drafting(prompts, truths, **options):
+def drafting(
+    prompts,
+    truths,
+    **options,
+):
     """A drafter of random trees, half of whose nodes are right."""
     by_prompt = {
         tuple(prompt.ids.tolist()): truth for prompt, truth in zip(prompts, truths, strict=True)
@@ -75,7 +85,11 @@ def test_greedy_text_is_that_of_transformers(built, family):
 
 
 @pytest.mark.parametrize("family", VARIED)
-def test_every_drafter_gives_the_same_text(built, monkeypatch, family):
+def test_every_drafter_gives_the_same_text(
+    built,
+    monkeypatch,
+    family,
+):
     case = built(family)
     target = case.load()
     prompts = prompts_of(case, target)
@@ -99,7 +113,11 @@ def test_every_drafter_gives_the_same_text(built, monkeypatch, family):
 
 
 @pytest.mark.parametrize("family", VARIED)
-def test_turns_share_a_prefix_only_with_the_same_images(built, monkeypatch, family):
+def test_turns_share_a_prefix_only_with_the_same_images(
+    built,
+    monkeypatch,
+    family,
+):
     case = built(family)
     target = case.load()
     text = f"look: {case.marker} what?"

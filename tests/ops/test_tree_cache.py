@@ -17,13 +17,22 @@ def random_tokens(count, seed=0):
     return [torch.randn(1, heads, count, 32, generator=draw) for heads in (6, 2, 2)]
 
 
-def read(cache, new, tokens, **form):
+def read(
+    cache,
+    new,
+    tokens,
+    **form,
+):
     """Attention of one forward; `tokens` are all of its rows' tokens."""
     cache.open(new)
     return cache.attend(0, *tokens, **{**FORM, **form})
 
 
-def feed(cache, values, parents=None):
+def feed(
+    cache,
+    values,
+    parents=None,
+):
     """One forward with 1-wide keys whose value is the number given."""
     cache.open([(0, len(values) if parents is None else parents)])
     x = torch.tensor(values, dtype=torch.float32).view(1, 1, -1, 1)

@@ -28,7 +28,11 @@ def qwen(tmp_path_factory):
     return build("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
-def changed(built, folder, change):
+def changed(
+    built,
+    folder,
+    change,
+):
     """A copy of the checkpoint whose weights `change` has changed."""
     shutil.copytree(built.folder, folder, dirs_exist_ok=True)
     weights = load_file(folder / "model.safetensors")
@@ -37,7 +41,11 @@ def changed(built, folder, change):
     return built._replace(folder=str(folder))
 
 
-def shown(built, target, *seeds):
+def shown(
+    built,
+    target,
+    *seeds,
+):
     """A prompt with a picture per seed."""
     text = "look: " + f"{built.marker} and ".join([""] * (len(seeds) + 1)) + "what?"
     return target.image_prompt(text, [picture(seed) for seed in seeds])
@@ -46,7 +54,11 @@ def shown(built, target, *seeds):
 TEXT = torch.arange(5, 30)
 
 
-def written(target, prompt, count):
+def written(
+    target,
+    prompt,
+    count,
+):
     (made,) = Decoder(target, None, eos_ids=()).generate([prompt], max_new_tokens=count)
     return made.tokens
 
@@ -67,7 +79,11 @@ def test_states_are_the_inputs_of_the_models_own_layers(qwen, packed):
     prompt = shown(qwen, target, 1, 2)
     inputs = {}
 
-    def enters(layer, args, kwargs):
+    def enters(
+        layer,
+        args,
+        kwargs,
+    ):
         inputs[layer] = args[0] if args else kwargs["hidden_states"]
 
     layers = qwen.model.model.language_model.layers
@@ -118,7 +134,11 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_weights_of_towers_are_checked_with_the_first_image(qwen, tmp_path, fault):
+def test_weights_of_towers_are_checked_with_the_first_image(
+    qwen,
+    tmp_path,
+    fault,
+):
     built = changed(qwen, tmp_path, FAULTS[fault])
     target = built.load()
     assert written(target, TEXT, 4) == qwen.generate(ImagePrompt(TEXT, {}, ()), 4)

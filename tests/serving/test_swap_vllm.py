@@ -1,0 +1,180 @@
+"""Swaps in a real vLLM server, with tiny models. VLLM_PYTHON names the interpreter of an environment with vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load, save_file
+
+from drafttrain.cli import main
+from drafttrain.drafters.shipping import shipping
+from drafttrain.export.export_drafter import export
+from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
+from drafttrain.inference import generate
+from drafttrain.inside_vllm.head_files import ROOT, read_head
+from drafttrain.inside_vllm.swap_worker import EXTENSION
+from drafttrain.serving.client import parse_metrics, speculation
+from drafttrain.states.engine_server import EngineServer, free_port, look_for_vllm, vllm_serve
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+PROJECT = Path(__file__).parents[2]
+PROMPTS = tiny_prompts(8)
+SETTINGS = (
+    "--dtype float32 --max-model-len 512 --enforce-eager --host 127.0.0.1 --worker-extension-cls"
+)
+# What an installation of the package adds to vLLM's environment.
+POINT = "[vllm.endpoint_plugins]\ndrafttrain_swap = drafttrain.inside_vllm.swap_route:DrafterSwapRoute\n"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set")]
+
+
+class SwapServer(EngineServer):
+    """vLLM with a trained head, a. Another one, c, is a with noise. exact: the target's own greedy answers."""
+
+    words: list[str] = []
+    variables: dict[str, str] = {}
+
+    def __init__(
+        self,
+        place: Path,
+        kind: str,
+    ):
+        target = tiny_target(place / "target")
+        self.exact = [generate(target, None, it, max_new_tokens=48).tokens for it in PROMPTS]
+        (trained,) = shipped_drafters(target, PROMPTS, 48, place / "drafters", only=(kind,))
+        self.root = place / "heads"
+        export(trained, "vllm", self.root / "a", torch.float32, str(place / "target"), 3)
+        shutil.copytree(self.root / "a", self.root / "c")
+        self.weights = load((self.root / "a" / "model.safetensors").read_bytes())
+        torch.manual_seed(1)
+        noisy = {name: it + it.std() * torch.randn(it.shape) for name, it in self.weights.items()}
+        save_file(noisy, self.root / "c" / "model.safetensors")
+        info = place / "drafttrain-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: drafttrain\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(POINT)
+        self.variables = {
+            "PYTHONPATH": f"{PROJECT}:{place}",
+            "VLLM_PLUGINS": "drafttrain_swap",
+            ROOT: str(self.root),
+            "VLLM_API_KEY": "key-of-tests",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        drafting = {"model": str(self.root / "a"), "num_speculative_tokens": 3}
+        drafting |= shipping(kind).options(trained)["vLLM"]
+        self.model = str(place / "target")
+        self.words = vllm_serve(PYTHON, look_for_vllm(PYTHON), self.model)
+        self.words += ["--port", str(port), *SETTINGS.split(), EXTENSION]
+        self.words += ["--speculative-config", json.dumps(drafting)]
+        headers = {"Authorization": "Bearer key-of-tests"}
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=300)
+
+    def is_exact(self, number: int) -> bool:
+        """Whether a greedy answer is the target's own."""
+        prompt = PROMPTS[number % len(PROMPTS)]
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 48, "temperature": 0}
+        reply = self.client.post("/v1/completions", json={**body, "return_token_ids": True})
+        return reply.json()["choices"][0]["token_ids"] == self.exact[number % len(PROMPTS)]
+
+    def accepted_length(self) -> float:
+        """Of all prompts, whose answers must be exact."""
+        before = parse_metrics(self.client.get("/metrics").text)
+        assert all(self.is_exact(number) for number in range(len(PROMPTS)))
+        after = parse_metrics(self.client.get("/metrics").text)
+        return speculation(before, after)["accepted_length"]
+
+    def swap(self, folder: str) -> httpx.Response:
+        return self.client.post("/v1/drafter", json={"folder": folder})
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory, request):
+    server = SwapServer(tmp_path_factory.mktemp("vllm"), getattr(request, "param", "eagle3"))
+    try:
+        server.start()
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.stop()
+
+
+def test_the_length_becomes_the_new_heads_and_texts_stay(vllm, monkeypatch):
+    trained = vllm.accepted_length()
+    monkeypatch.setenv("SWAP_KEY", "key-of-tests")
+    words = ["swap", "--server", vllm.url, "--api-key-env", "SWAP_KEY", "--drafter"]
+    assert main([*words, str(vllm.root / "c")]) == 0
+    poor = vllm.accepted_length()
+    assert main([*words, "a"]) == 0
+    assert vllm.accepted_length() == pytest.approx(trained, rel=0.02) and poor < 1.3 < 2 < trained
+    assert httpx.post(f"{vllm.url}/v1/drafter", json={"folder": "c"}).status_code == 401
+    assert httpx.post(f"{vllm.url}/collective_rpc").status_code == 404
+
+
+def test_refused_heads_and_killed_clients_leave_a_whole_head(vllm):
+    save = vllm.root / "bad" / "model.safetensors"
+    shutil.copytree(vllm.root / "a", save.parent)
+    for name, tensor in {
+        "fc.weight": torch.zeros(1),
+        "embed_tokens.weight": torch.zeros(320, 128),
+    }.items():
+        save_file({**vllm.weights, name: tensor}, save)
+        assert name in vllm.swap("bad").json()["error"]
+    save.write_bytes(save.read_bytes()[:-9])
+    assert "damaged file" in vllm.swap("bad").json()["error"]
+    assert vllm.swap("../target").status_code == 409
+
+    body = b'{"folder": "c"}'
+    known = {read_head(vllm.root / name, "").digest for name in "ac"}
+    head = "POST /v1/drafter HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-of-tests\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    for size, pause in ((5, 0.0), (15, 0.0), (15, 0.02), (15, 0.1)):
+        with socket.create_connection(("127.0.0.1", int(vllm.url.rpartition(":")[2]))) as client:
+            # The end of a killed process: what it has not read is reset.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(head.encode() + body[:size])
+            time.sleep(pause)
+        assert vllm.is_exact(0) and vllm.client.get("/v1/drafter").json()["sha256"] in known
+    assert vllm.swap("a").status_code == 200 and vllm.accepted_length() > 2
+
+
+def test_swaps_under_load_lose_no_request_and_change_no_text(vllm):
+    ended = threading.Event()
+    found = []
+
+    def stream(number: int) -> None:
+        while not ended.is_set():
+            try:
+                found.append(vllm.is_exact(number))
+            except Exception as error:
+                found.append(error)
+            number += 4
+
+    streams = [threading.Thread(target=stream, args=(number,)) for number in range(4)]
+    for thread in streams:
+        thread.start()
+    for number in range(40):
+        assert vllm.swap("ca"[number % 2]).status_code == 200
+    ended.set()
+    for thread in streams:
+        thread.join()
+    assert found == [True] * len(found) and len(found) >= 8
+
+
+@pytest.mark.parametrize("vllm", ["eagle1"], indirect=True)
+def test_eagle1_is_swapped_too(vllm):
+    trained = vllm.accepted_length()
+    for name in "ca":
+        assert vllm.swap(name).status_code == 200
+        assert (vllm.accepted_length() == pytest.approx(trained, rel=0.02)) == (name == "a")
