@@ -163,6 +163,82 @@ class Sight:
         digests = tuple(picture.digest for picture in pictures)
         return ImagePrompt(made["input_ids"][0], tensors, digests)
 
+    @property
+    def template(self) -> str | None:
+        """The processor's chat template; None where it has none, and the tokenizer's counts."""
+        found = getattr(self.processor, "chat_template", None)
+        if isinstance(found, str):
+            return found
+        return None
+
+    @property
+    def placeholder(self) -> int:
+        """The token that stands for a part of an image. Raises UserError: the config names none."""
+        config = self.target.model.config
+        for key in ("image_token_id", "image_token_index"):
+            found = getattr(config, key, None)
+            if isinstance(found, int):
+                return found
+        fault = (
+            "has no image_token_id in its config, so rows with images are not read; use text only"
+        )
+        raise unsupported(self.target.name, self.target.model, fault)
+
+    def row(self, ids: Tensor, pictures: Sequence[Picture]) -> ImagePrompt:
+        """See `Target.image_row`.
+
+        The processor reads a message of the pictures alone. What it says about pictures is that of
+        the row; what it says about tokens goes by their ids.
+        """
+        marked = self.prompt(self._markers(len(pictures)), pictures)
+        wanted = int((marked.ids == self.placeholder).sum())
+        held = int((ids == self.placeholder).sum())
+        if held != wanted:
+            raise UserError(
+                f"target={self.target.name!r}: a row has {held} placeholders (token {self.placeholder}), but its "
+                f"{len(pictures)} images take {wanted}; generate it with this target"
+            )
+        tensors = {}
+        for name, value in marked.tensors.items():
+            if value.shape == (1, len(marked)):
+                value = self._by_id(ids, marked, name)
+            tensors[name] = value
+        return ImagePrompt(ids, tensors, marked.digests)
+
+    def _markers(self, count: int) -> str:
+        """A message of so many images, as the chat template writes it."""
+        image = {"type": "image", "image": "image"}
+        message = {"role": "user", "content": [image] * count}
+        try:
+            text = self.target.tokenizer.apply_chat_template(
+                [message],
+                tokenize=False,
+                chat_template=self.template,
+            )
+        except Exception as error:  # templates are code of others
+            raise UserError(
+                f"target={self.target.name!r}: its chat template refuses a message of {count} images "
+                f"({described(error)}); use a target whose template writes images"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def _by_id(self, ids: Tensor, marked: ImagePrompt, name: str) -> Tensor:
+        """[1, L] the values that a processor's tensor has at these tokens; 0 at tokens of text.
+
+        Raises UserError: a token has two values.
+        """
+        values = marked.tensors[name][0]
+        pairs = set(zip(marked.ids.tolist(), values.tolist(), strict=True))
+        value_of = dict(pairs)
+        if len(value_of) < len(pairs):
+            raise UserError(
+                f"target={self.target.name!r}: its processor gives {name} by place and not by token, so rows with "
+                "images are not read; use text only"
+            )
+        row = [value_of.get(token, 0) for token in ids.tolist()]
+        return torch.tensor([row], dtype=values.dtype)
+
     # -- forwards ----------------------------------------------------------------------------------
 
     @without_grad
