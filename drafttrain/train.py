@@ -46,7 +46,7 @@ from drafttrain.data.loader import (
     training_rows,
     without_reasoning,
 )
-from drafttrain.data.row_images import RowImages, has_images, readable_rows
+from drafttrain.data.row_images import RowImages, has_images, readable_rows, sendable_rows
 from drafttrain.data.store import FeatureStore, Share, load_records, read_meta, stored_features
 from drafttrain.drafters.base import NEW
 from drafttrain.drafters.common.trainable import TrainableDrafter
@@ -185,7 +185,7 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
             flush=True,
         )
     images = None
-    if not isinstance(target, TargetShell):
+    if config.target_url or not isinstance(target, TargetShell):
         images = RowImages.of(records, config.data, target)
     if images is not None:
         images.check()
@@ -262,8 +262,10 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
         target,
         config.data,
     )
-    if not isinstance(target, TargetShell):  # stored states need no reading
+    if config.target_url or not isinstance(target, TargetShell):  # stored states need no reading
         records = readable_rows(records, target)
+    if config.target_url:
+        records = sendable_rows(records, target)
     # Pretraining learns from every token, not from responses alone.
     if config.loss == "next_token":
         records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]})
@@ -277,7 +279,6 @@ def check_images(config: TrainConfig, records: Dataset) -> None:
     keys = {
         "loss": config.loss == "next_token",
         "on_policy": config.on_policy,
-        "target_url": config.target_url,
     }
     for key, taken in keys.items():
         if taken:
@@ -420,6 +421,7 @@ def build_source(
     origin: Origin | None = None
     if config.target_url:
         origin = proven_servers(config, target, drafter, stored is not None)
+        origin.images = images
     elif stored is not None:
         origin = Stored(stored, list(records["id"]))
     elif config.sequence_parallel > 1:

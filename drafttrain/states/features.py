@@ -20,7 +20,7 @@ from torch import Tensor
 from drafttrain.credentials import redact
 from drafttrain.data.generate import parse_layers, train_command
 from drafttrain.data.int8_rows import stored_as, value_bytes
-from drafttrain.data.row_images import RowImages, has_images, readable_rows
+from drafttrain.data.row_images import RowImages, readable_rows, sendable_rows
 from drafttrain.data.store import (
     FeatureStore,
     ShardWriter,
@@ -63,10 +63,6 @@ def run(args: argparse.Namespace) -> int:
     records = load_records(root, images=True)
     name = args.target or meta["target"]["name"]
     check_backend(args, share)
-    if args.backend == "vllm" and has_images(records):
-        raise UserError(
-            f"backend=vllm reads text only, but data={args.data!r} has rows with images; use --backend local"
-        )
     if args.backend == "local":
         target = load_target(args, name, args.target_device_map)
     else:
@@ -92,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
             f"top_k={args.top_k} is more than the {target.vocab_size} tokens of target {name!r}"
         )
     records = readable_rows(records, target)
+    if args.backend == "vllm":
+        records = sendable_rows(records, target)
     layers = parse_layers(args.layers, target)
     if not layers:
         raise UserError(
@@ -212,12 +210,13 @@ def extract(
     mine = [row for row in rows if share.owns(keys[row.index])]
     if not mine:
         return
+    images = RowImages(target, PictureStore(root), names)
+    images.check()
     if args.backend == "local":
-        images = RowImages(target, PictureStore(root), names)
-        images.check()
         found = computed(Online(target, layers, images=images), mine)
     else:
         served = stack.enter_context(proven_servers(args, target, layers))
+        served.images = images
         dtype = served_dtype(args.store_dtype, served)
         describe(root, target, layers, args, dtype)
         token_bytes = 4 * (len(layers) + 1) * target.hidden_size  # of float32

@@ -33,7 +33,7 @@ from drafttrain.ops.packing import without_grad
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target.attention import LAST, attention_context
 from drafttrain.target.loading import load_part, loading, model_config
-from drafttrain.target.parts import Parts
+from drafttrain.target.parts import Parts, image_class
 from drafttrain.target.proof import (
     ProvenModel,
     described,
@@ -175,6 +175,9 @@ class Sight:
     def placeholder(self) -> int:
         """The token that stands for a part of an image. Raises UserError: the config names none."""
         config = self.target.model.config
+        # A shell has the config of the text part, where that has a class of its own.
+        if image_class(config) is None:
+            config = model_config(self.target.path, self.trust_remote_code)
         for key in ("image_token_id", "image_token_index"):
             found = getattr(config, key, None)
             if isinstance(found, int):
@@ -204,6 +207,32 @@ class Sight:
                 value = self._by_id(ids, marked, name)
             tensors[name] = value
         return ImagePrompt(ids, tensors, marked.digests)
+
+    def marked_ids(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+        """A stored row with each image as its marker, of which the processor makes placeholders again.
+
+        Args:
+            ids: [L] each image expanded to its placeholder tokens. pictures: of the row, in order.
+
+        Raises:
+            UserError: as `processor`; the row does not hold the tokens of its pictures.
+        """
+        text = self._markers(1)
+        marked = self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        found: list[int] = []
+        left = list(ids)
+        for number, picture in enumerate(pictures, 1):
+            expanded = self.prompt(text, [picture]).ids.tolist()
+            marker, tokens = _apart(marked, expanded, self.placeholder)
+            at = _first(left, tokens)
+            if at is None:
+                raise UserError(
+                    f"target={self.target.name!r}: a row of {len(ids)} tokens does not hold the {len(tokens)} tokens "
+                    f"of its image {number}; generate it with this target"
+                )
+            found += left[:at] + marker
+            left = left[at + len(tokens) :]
+        return found + left
 
     def _markers(self, count: int) -> str:
         """A message of so many images, as the chat template writes it."""
@@ -436,6 +465,39 @@ class Sight:
     def _unread(self, prompt: ImagePrompt, reason: str) -> UserError:
         fault = f"cannot decode a prompt with {len(prompt.digests)} images ({reason}); give it text only"
         return unsupported(self.target.name, self.target.model, fault)
+
+
+def _apart(marked: list[int], expanded: list[int], placeholder: int) -> tuple[list[int], list[int]]:
+    """The marker of a message of one image, and the tokens that stand for it.
+
+    Args:
+        marked, expanded: the message before and after the processor.
+        placeholder: belongs to the marker where it is part of it.
+    """
+    begin_limit = len(marked) - 1
+    end_limit = len(marked) - 1
+    if placeholder in marked:
+        begin_limit = marked.index(placeholder)
+        end_limit -= begin_limit
+    begin = _shared(marked, expanded, begin_limit)
+    end = _shared(marked[::-1], expanded[::-1], min(end_limit, len(marked) - 1 - begin))
+    return marked[begin : len(marked) - end], expanded[begin : len(expanded) - end]
+
+
+def _shared(left: list[int], right: list[int], limit: int) -> int:
+    """Number of first tokens that are the same, at most `limit`."""
+    for count in range(limit):
+        if left[count] != right[count]:
+            return count
+    return limit
+
+
+def _first(tokens: list[int], wanted: list[int]) -> int | None:
+    """Where some tokens first occur; None if they do not."""
+    for at in range(len(tokens) - len(wanted) + 1):
+        if tokens[at : at + len(wanted)] == wanted:
+            return at
+    return None
 
 
 def _shallow(module: M) -> M:
