@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
 from datasets import Dataset
@@ -15,8 +10,8 @@ from drafttrain.data.row_images import RowImages, sendable_rows
 from drafttrain.errors import UserError
 from drafttrain.images import PictureStore, read_picture
 from drafttrain.states.origins import Row
-from drafttrain.states.server import StateServer
 from drafttrain.states.served import Served
+from drafttrain.states.server import StateServer
 from drafttrain.target import Target, load_shell
 from tests.data.seeing import PLACEHOLDER, make_seeing, picture, shown, user
 from tests.states.fake_state_server import FakeStateServer
@@ -148,7 +143,7 @@ def test_a_server_without_such_chats_is_refused(client, server, target):
     prompt, pictures = row_of(target, *CONTENTS[0])
     server.blind = True
     with pytest.raises(
-        UserError, match="gives no states of rows with images .HTTP 400.* serve-target"
+        UserError, match=r"gives no states of rows with images .HTTP 400.* serve-target"
     ):
         client.request(prompt.ids.tolist(), pictures)
 
