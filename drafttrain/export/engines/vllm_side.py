@@ -4,7 +4,8 @@ ours.
     python vllm_side.py JOB.json
 
 The job's keys: target, dtype, prompts (token ids), images (files per prompt; may be missing), tokens,
-repeats, warm_up, max_model_len, ignore_eos, speculative (vLLM's speculative_config or null), hf_overrides (of the target's config,
+repeats, warm_up, max_model_len, ignore_eos, speculative (vLLM's speculative_config or null),
+hf_overrides (of the target's config,
 or null), memory (vLLM's gpu_memory_utilization; may be missing) and answer, the file to write:
 runs, the last run's tokens, and vLLM's counters of speculative decoding. With steps, each prompt is
 run without compilation and once, step by step; in place of runs the answer holds the number of
