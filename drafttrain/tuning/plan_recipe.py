@@ -18,7 +18,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, read_json, read_text, value_of
 from drafttrain.target import Target
 from drafttrain.target.loading import check_sizes, known_config, loading, text_part
-from drafttrain.target.parts import build_language_model, image_class, part_class
+from drafttrain.target.parts import Parts, build_language_model, image_class
 from drafttrain.tuning.costs import target_config
 
 # Bits per weight with its scales, by quantization_config's quant_method; others name their bits.
@@ -84,8 +84,9 @@ def vision_weights(config: PretrainedConfig, name: str, fix: str) -> int:
     if whole is None:
         return 0
     with loading(f"target={name!r}: its vision part", fix), torch.device("meta"):
-        model = part_class(whole, text=False)._from_config(config)
-    return sum(weight.numel() for weight in model.parameters())
+        model = whole._from_config(config)
+    towers = [model.get_submodule(name) for name in Parts(model).towers]
+    return sum(weight.numel() for tower in towers for weight in tower.parameters())
 
 
 def shipped_config(recipe: str, overrides: Sequence[str], key: str, file: str) -> Path | None:
