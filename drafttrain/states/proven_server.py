@@ -215,19 +215,11 @@ class ProvenServer:
             raise UserError(
                 f"url={self.url!r} gives no states of rows with images ({bad}); start it with: {self._command}"
             ) from bad
-        read = reply.get("prompt_token_ids")
-        if read is None:
-            raise UserError(
-                f"url={self.url!r} does not say which tokens it reads in a chat (prompt_token_ids), which rows with images "
-                f"need; start it with: {self._command}"
-            )
+        read = value_of(reply, "prompt_token_ids", [])
         if read != row:
-            pairs = zip(read, row, strict=False)
-            differing = (number for number, (own, theirs) in enumerate(pairs) if own != theirs)
-            at = next(differing, min(len(read), len(row)))
             raise UserError(
                 f"url={self.url!r} reads a row of {len(row)} tokens with {counted(len(pictures), 'images')} as "
-                f"{len(read)} tokens, other ones from token {at} on; store its states here: drafttrain features "
+                f"{len(read)} tokens, other ones from token {_first_difference(read, row)} on; store its states here: drafttrain features "
                 "--backend local"
             )
         return reply
@@ -309,11 +301,9 @@ class ProvenServer:
         """Raises UserError: the server tokenizes a text otherwise than the target does."""
         if ids == wanted:
             return
-        pairs = zip(ids, wanted, strict=False)
-        differing = (number for number, (own, theirs) in enumerate(pairs) if own != theirs)
         raise self._refused(
             f"its tokenizer makes {len(ids)} tokens of a text, the target's {len(wanted)}, and "
-            f"they differ from token {next(differing, 0)} on"
+            f"they differ from token {_first_difference(ids, wanted)} on"
         )
 
     def _check_record(self, transport: StatesTransport) -> None:
@@ -342,6 +332,14 @@ class ProvenServer:
         apart = float((found.float() - ours).norm() / ours.norm())
         if not apart <= 2 * torch.finfo(found.dtype).eps + 1e-5:  # NaN is refused too
             raise self._refused(f"its input embedding differs by {apart:.2g} of its norm")
+
+
+def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+    """The place of the first token that differs."""
+    for place, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return place
+    return min(len(left), len(right))
 
 
 def _spread_ids(vocab_size: int) -> list[int]:

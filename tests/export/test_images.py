@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import Gemma3Config, LlavaConfig, Qwen3VLConfig
+from transformers import Gemma3Config, LlavaConfig
 
 from drafttrain.drafters.shipping import Trained, shipping
 from drafttrain.errors import UserError
@@ -112,14 +112,3 @@ def test_a_class_without_features_for_heads_is_refused(of_class):
     llava = "LlavaForConditionalGeneration"
     assert of_class(LlavaConfig(), llava, "vLLM") == []
     assert "SGLang" in of_class(LlavaConfig(), llava, "SGLang")[0]
-
-
-def test_positions_by_row_and_column_are_seen_in_the_config(tmp_path):
-    seeing_target.cache_clear()
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    Qwen3VLConfig(text_config={"rope_parameters": rope}).save_pretrained(tmp_path)
-    found = seeing_target(str(tmp_path))
-    assert found is not None and found.has_mrope
-    LlavaConfig().save_pretrained(tmp_path / "plain")
-    assert not seeing_target(str(tmp_path / "plain")).has_mrope
-    assert seeing_target("") is None and seeing_target(str(tmp_path / "absent")) is None
