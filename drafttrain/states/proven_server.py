@@ -217,9 +217,10 @@ class ProvenServer:
             ) from bad
         read = value_of(reply, "prompt_token_ids", [])
         if read != row:
+            at = _first_difference(read, row)
             raise UserError(
                 f"url={self.url!r} reads a row of {len(row)} tokens with {counted(len(pictures), 'images')} as "
-                f"{len(read)} tokens, other ones from token {_first_difference(read, row)} on; store its states here: drafttrain features "
+                f"{len(read)} tokens, other ones from token {at} on; store its states here: drafttrain features "
                 "--backend local"
             )
         return reply

@@ -48,10 +48,6 @@ def test_vllms_states_of_rows_with_images_are_the_local_ones(folder, tmp_path, m
             got = client.request(row.ids.tolist(), pictures)
             assert (got.features - ours.features[0]).abs().max() < 1e-4
             assert (got.last - ours.last_hidden[0]).abs().max() < 1e-4
-            other = client.request(
-                row.ids.tolist(), pictures[::-1] if pictures[1:] else [picture(4)]
-            )
-            assert (other.features - ours.features[0]).abs().max() > 1e-2
         client.close()
     finally:
         server.stop()
