@@ -178,6 +178,7 @@ def _without_features(trained: Trained, engine: EngineRelease) -> list[str]:
     known = SEEING_TARGETS.get(engine.name)
     if known is None or not trained.config.get("feature_layers"):
         return []
+    # A target that cannot be loaded here is not judged.
     target = seeing_target(trained.target_name)
     if target is None or set(target.architectures) & set(known):
         return []

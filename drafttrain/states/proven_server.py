@@ -123,6 +123,7 @@ class ProvenServer:
         unproven = bool(pictures) and not self.sees
         states, logprobs = self._ask(row, _TOP if unproven else None, pictures)
         if unproven:
+            # Proof of text says nothing about the vision part.
             self._check_gap(*head_gap(self.shell, states["hidden_states"], logprobs))
             self.sees = True
         assert self.transport is not None
@@ -198,6 +199,7 @@ class ProvenServer:
             UserError: it takes no such chat, or reads it as other tokens.
         """
         shell = self.shell
+        # vLLM reads the pictures in the order of their parts, wherever the text has their markers.
         parts = [image_part(picture) for picture in pictures]
         text = decode(shell.tokenizer, shell.require_sight().marked_ids(row, pictures))
         chat = {
@@ -210,6 +212,7 @@ class ProvenServer:
         try:
             reply = self._post("chat/completions", chat)
         except BadReply as bad:
+            # A status such as 400 or 404 stays; others are tried again.
             if bad.retry or not bad.reason.startswith("HTTP"):
                 raise
             raise UserError(

@@ -58,6 +58,8 @@ class Served(Origin):
         dtype: to which states are rounded; None for the servers'.
         timeout: seconds of an answer. patience: seconds that servers which have answered may be
             away before a request fails.
+
+    Attributes:
         images: of the rows, by index; None if all are text.
 
     Raises:
@@ -76,7 +78,6 @@ class Served(Origin):
         dtype: torch.dtype | None = None,
         timeout: float = _TIMEOUT,
         patience: float = _PATIENCE,
-        images: RowImages | None = None,
     ):
         # Without urls, the empty one is refused.
         addresses = [server_address(url) for url in urls or [""]]
@@ -93,7 +94,7 @@ class Served(Origin):
         self.threads = _IN_FLIGHT * len(self.servers)
         self.dtype = dtype
         self.patience = patience
-        self.images = images
+        self.images: RowImages | None = None
         self.once: dict[int, RowStates | None] = {}  # rows that are read once
         self._lock = threading.Lock()
         self._closing = threading.Event()

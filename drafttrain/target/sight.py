@@ -224,6 +224,7 @@ class Sight:
         for number, picture in enumerate(pictures, 1):
             expanded = self.prompt(text, [picture]).ids.tolist()
             marker, tokens = _apart(marked, expanded, self.placeholder)
+            # Pictures come in order, so an image's tokens are the first that match.
             at = _first(left, tokens)
             if at is None:
                 raise UserError(
@@ -474,6 +475,7 @@ def _apart(marked: list[int], expanded: list[int], placeholder: int) -> tuple[li
         marked, expanded: the message before and after the processor.
         placeholder: belongs to the marker where it is part of it.
     """
+    # Tokens that both sides share are text, but a marker is never empty.
     begin_limit = len(marked) - 1
     end_limit = len(marked) - 1
     if placeholder in marked:

@@ -50,13 +50,16 @@ class SeeingServer(FakeStateServer):
         reply = {"choices": [{"message": {"content": ""}}], "prompt_token_ids": ids.tolist()}
         if self.drops:
             kept = ids != PLACEHOLDER
-            ids, states = ids[kept], states[kept]
+            ids = ids[kept]
+            states = states[kept]
             reply["prompt_token_ids"] = ids.tolist()
         if body.get("prompt_logprobs"):
             logprobs = target.head(out.last_hidden[0]).log_softmax(-1)
             reply["prompt_logprobs"] = [None]
             for row in logprobs[:-1]:
-                best = {str(i): {"logprob": float(row[i])} for i in row.topk(8).indices.tolist()}
+                best = {}
+                for token in row.topk(8).indices.tolist():
+                    best[str(token)] = {"logprob": float(row[token])}
                 reply["prompt_logprobs"].append(best)
         reply["kv_transfer_params"] = {"hidden_states_path": str(self.write(ids, states, ""))}
         return reply
