@@ -217,6 +217,7 @@ class Vllm(ServingEngine):
             sight = job.target.require_sight()
             prompts[number] = sight.marked_ids(prompts[number], seen.pictures)
             for picture in seen.pictures:
+                # As pixels, which every engine decodes alike.
                 path = job.scratch / f"{picture.digest}.png"
                 picture.pixels().save(path)
                 images[number].append(str(path))

@@ -187,7 +187,7 @@ def _one_drafter(
     if seen and depth > 1 and has_mrope(target.model.config):
         print(f"note: {MROPE_NOTE}", file=sys.stderr, flush=True)
         if args.speculative_tokens is None and not block:
-            depth = 1
+            depth = 1  # later drafts are in wrong slots there
     if len(prompts) < FEW:
         print(
             f"{len(prompts)} prompts say little about accepted lengths; give at least {FEW}",

@@ -85,6 +85,7 @@ def vision_weights(config: PretrainedConfig, name: str, fix: str) -> int:
         return 0
     with loading(f"target={name!r}: its vision part", fix), torch.device("meta"):
         model = whole._from_config(config)
+    # The projectors too: all modules beside the way to the text part.
     towers = [model.get_submodule(name) for name in Parts(model).towers]
     return sum(weight.numel() for tower in towers for weight in tower.parameters())
 

@@ -125,12 +125,16 @@ def test_rows_of_a_data_set_go_with_their_pictures(client, server, target, tmp_p
     store = PictureStore(tmp_path)
     client.images = RowImages(client.shell, store, [[store.add(pictures[0])], None])
     text = torch.arange(5, 40)
-    seen, read = client.states([Row(0, prompt.ids), Row(1, text)])
+    rows = [Row(0, prompt.ids), Row(1, text)]
+    found = client.states(rows)
+    seen = found[0]
+    read = found[1]
     ours = target.read_images(prompt, LAYERS).features[0, :-1]
     torch.testing.assert_close(seen.features, ours, rtol=1e-5, atol=1e-5)
     ours = target.forward(text[None], LAYERS).features[0, :-1]
     torch.testing.assert_close(read.features, ours, rtol=1e-5, atol=1e-5)
-    assert server.chats == 1 and len(server.requests[-1]) == 34
+    assert server.chats == 1
+    assert len(server.requests[-1]) == 34
 
 
 def test_a_server_that_drops_images_is_refused_with_the_place(client, server, target):
