@@ -164,7 +164,7 @@ class ProvenServer:
         if pictures:
             assert is_row
             reply = self._chat(body, prompt, pictures)  # type: ignore[arg-type]  # a row's ids
-            found = reply
+            found: _Choice = reply
         else:
             body["prompt"] = prompt
             reply = self._post("completions", body)

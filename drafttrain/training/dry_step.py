@@ -327,7 +327,7 @@ def dry_step(
             and options.
     """
     with torch.device("meta"):
-        model = build_language_model(config).to(setting.target_dtype)
+        model = build_language_model(config, dtype=setting.target_dtype)
         model.eval().requires_grad_(False)
         target = Target.wrap(model, None, name=config.model_type, dtype=setting.target_dtype)
         if build is None:
