@@ -46,6 +46,7 @@ from drafttrain.data.loader import (
     training_rows,
     without_reasoning,
 )
+from drafttrain.data.row_images import RowImages, has_images, readable_rows, sendable_rows
 from drafttrain.data.store import FeatureStore, Share, load_records, read_meta, stored_features
 from drafttrain.drafters.base import NEW
 from drafttrain.drafters.common.trainable import TrainableDrafter
@@ -183,7 +184,12 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
             f"{100 * vocab['coverage']:.2f} % of response tokens",
             flush=True,
         )
-    source = build_source(config, target, drafter, records, stored)
+    images = None
+    if config.target_url or not isinstance(target, TargetShell):
+        images = RowImages.of(records, config.data, target)
+    if images is not None:
+        images.check()
+    source = build_source(config, target, drafter, records, stored, images)
     on_policy = None
     if config.on_policy:
         options = OnPolicyOptions.parse(config.on_policy)
@@ -215,6 +221,7 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
         train_rows=train_rows,
         held_out=held_out,
         source=source,
+        images=images,
         on_policy=on_policy,
         checkpoint=checkpoint,
         sequence=sequence,
@@ -242,7 +249,8 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     if is_text(config.data):
         records = None
     else:
-        records = load_records(config.data)
+        records = load_records(config.data, images=True)
+        check_images(config, records)
     if records is not None and config.loss_on == "answer":
         records = without_reasoning(records, config.data)
     target = load_target(config, args, layers_needed(config, records))
@@ -254,10 +262,30 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
         target,
         config.data,
     )
+    if config.target_url or not isinstance(target, TargetShell):  # stored states need no reading
+        records = readable_rows(records, target)
+    if config.target_url:
+        records = sendable_rows(records, target)
     # Pretraining learns from every token, not from responses alone.
     if config.loss == "next_token":
         records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]})
     return target, records
+
+
+def check_images(config: TrainConfig, records: Dataset) -> None:
+    """Raises UserError for keys that do not take the data's images."""
+    if not has_images(records):
+        return
+    keys = {
+        "loss": config.loss == "next_token",
+        "on_policy": config.on_policy,
+    }
+    for key, taken in keys.items():
+        if taken:
+            raise UserError(
+                f"{key}={shown(getattr(config, key))} reads text only, but data={config.data!r} has rows with images; "
+                "leave it out, or give data of text"
+            )
 
 
 def load_target(config: TrainConfig, args: TrainingArguments, reason: str) -> Target:
@@ -379,17 +407,30 @@ def build_source(
     drafter: TrainableDrafter,
     records: Dataset,
     stored: FeatureStore | None,
+    images: RowImages | None,
 ) -> BatchSource:
-    """The source of target features and distributions; that of next_token reads no target."""
+    """The source of target features and distributions; that of next_token reads no target.
+
+    Args:
+        stored: states of the rows. images: those that the target reads.
+
+    Raises UserError: processes share rows that the target cannot read in parts.
+    """
     if config.loss == "next_token":
         return NoTarget()
     origin: Origin | None = None
     if config.target_url:
         origin = proven_servers(config, target, drafter, stored is not None)
+        origin.images = images
     elif stored is not None:
         origin = Stored(stored, list(records["id"]))
     elif config.sequence_parallel > 1:
         check_shared(target)
+        if images is not None:
+            raise UserError(
+                f"sequence_parallel={config.sequence_parallel} runs the target on parts of rows, but data={config.data!r} "
+                "has rows with images; store their states: drafttrain features"
+            )
     return TargetSource(
         target,
         drafter.feature_layers,
@@ -398,6 +439,7 @@ def build_source(
         limit_bytes=config.cache_size(target.device.type != "cpu") * 1e9,
         temperatures=parse_loss(config.loss).temperatures,
         prefetch_bytes=config.prefetch_gb * 1e9,
+        images=images,
     )
 
 
@@ -530,7 +572,8 @@ def held_out_decoding(config: TrainConfig, run: Run, held_out: Dataset) -> Decod
         answers = (row["index"] for row in held_out if row["spans"][0][0] > 0)
         run.source.read_once(itertools.islice(answers, config.decode_prompts))
     else:
-        prompts = first_prompts(held_out, config.decode_prompts, target.max_positions)
+        count = config.decode_prompts
+        prompts = first_prompts(held_out, count, target.max_positions, run.images)
         if not prompts:
             return None
 

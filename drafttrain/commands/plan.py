@@ -36,6 +36,7 @@ def plan(
     conversations: Size = 0,
     tokens: Size = 0,
     prompt_tokens: Size = 128,
+    image_tokens: Size = 0,
     target_config: File | Path | None = None,
     init_config: File | Path | None = None,
     compute_efficiency: PositiveFraction = 0.4,
@@ -71,7 +72,8 @@ def plan(
         store_dtype: type of the stored states
         conversations: conversations of the data; 0: as many as the recipe's data has, else 60,000
         tokens: tokens of a conversation on average; 0: as in the recipe's data, else 1024
-        prompt_tokens: tokens of a conversation's prompt
+        prompt_tokens: tokens of a conversation's prompt, without its images
+        image_tokens: tokens of a conversation's images on average; more than 0 counts the target's vision part
         target_config: the target's config.json, where its name leads to none
         init_config: config.json of the model that the recipe's init names
         compute_efficiency: achieved share of the device's FLOP rate

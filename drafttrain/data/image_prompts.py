@@ -25,9 +25,9 @@ def seeing_inputs(target: Target, inputs: ChatInputs) -> ChatInputs:
 
     Raises UserError: the target reads no images, or a package is missing.
     """
-    template = getattr(target.processor, "chat_template", None)
+    template = target.require_sight().template
     # Processors of most families hold the template of their tokenizer.
-    if not isinstance(template, str) or template == target.tokenizer.chat_template:
+    if template is None or template == target.tokenizer.chat_template:
         return inputs
     return replace(inputs, template=template)
 

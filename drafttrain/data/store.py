@@ -43,6 +43,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.int8_rows import block_size, restored, scale_names
 from drafttrain.data.record_cache import StoredIds, cached_records
+from drafttrain.data.row_images import has_images
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError, reason_of, shown
 from drafttrain.files import (
@@ -226,7 +227,7 @@ def load_records(directory: str | Path, images: bool = False) -> Dataset:
         raise UserError(
             f"data={name!r} is empty: no conversation in its part-*.jsonl; run drafttrain generate"
         )
-    if not images and rows.data.column("images").null_count < len(rows):
+    if not images and has_images(rows):
         raise UserError(
             f"data={str(directory)!r} has rows with images, which this command does not read; generate one of text"
         )

@@ -29,7 +29,7 @@ from drafttrain.drafters.published_keys import Fixed, check_published
 from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, check_json
-from drafttrain.formats.engines import EngineRelease, engine_of
+from drafttrain.formats.engines import SEEING_TARGETS, EngineRelease, engine_of
 from drafttrain.formats.weights import (
     Shapes,
     architectures_in,
@@ -41,7 +41,7 @@ from drafttrain.formats.weights import (
     write_checkpoint,
 )
 from drafttrain.target import Target
-from drafttrain.target.loading import check_finite
+from drafttrain.target.loading import check_finite, seeing_target
 from drafttrain.values import kinds_of
 
 # Among vLLM's options: keys that the target's config gets, not the drafter's.
@@ -173,6 +173,21 @@ def check_target(
             )
 
 
+def _without_features(trained: Trained, engine: EngineRelease) -> list[str]:
+    """Why an engine cannot give a drafter the features of a target that reads images; empty if it can."""
+    known = SEEING_TARGETS.get(engine.name)
+    if known is None or not trained.config.get("feature_layers"):
+        return []
+    # A target that cannot be loaded here is not judged.
+    target = seeing_target(trained.target_name)
+    if target is None or set(target.architectures) & set(known):
+        return []
+    named = ", ".join(target.architectures)
+    return [
+        f"{engine.name} {engine.release} gives drafters no features of a target of class {named}"
+    ]
+
+
 class Shipping(Generic[D]):
     """How drafters of one kind are shipped; the base class is for kinds that no engine loads.
 
@@ -255,7 +270,7 @@ class Shipping(Generic[D]):
             return [self.no_format.format(form=form, kind=trained.kind)]
         if engine is None:
             engine = engine_of(form)
-        return self.lacking(trained, form, engine)
+        return self.lacking(trained, form, engine) + _without_features(trained, engine)
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         """The drafter's features that an engine does not support in one of `formats`."""

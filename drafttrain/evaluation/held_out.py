@@ -12,12 +12,14 @@ from torch import Tensor
 
 from drafttrain.batch import Batch, TokenTree
 from drafttrain.data.loader import collate
+from drafttrain.data.row_images import RowImages
 from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.evaluation.metrics import Rounds, acceptance_by_depth
 from drafttrain.inference import Decoder
 from drafttrain.target import Target
+from drafttrain.target.sight import ImagePrompt
 
 _TOGETHER = 16  # rows whose replays share the drafter's passes
 
@@ -26,17 +28,22 @@ def first_prompts(
     rows: Iterable[Mapping[str, Any]],
     count: int,
     context: int | None,
-) -> list[list[int]]:
+    images: RowImages | None = None,
+) -> list[list[int] | ImagePrompt]:
     """The tokens before the first response of the first `count` rows.
 
     Args:
         context: the target's longest sequence, half of which is kept free.
+        images: of the rows, by index; None if all are text.
     """
-    prompts: list[list[int]] = []
+    prompts: list[list[int] | ImagePrompt] = []
     for row in rows:
         prompt = list(row["tokens"][: row["spans"][0][0]])
         if prompt and (context is None or len(prompt) <= context // 2):
-            prompts.append(prompt)
+            shown = None
+            if images is not None:
+                shown = images.prompt(row["index"], torch.tensor(prompt))
+            prompts.append(prompt if shown is None else shown)
         if len(prompts) == count:
             break
     return prompts
@@ -71,7 +78,7 @@ class ReplayedRow(NamedTuple):
 def acceptance(
     target: Target,
     drafter: TrainableDrafter,
-    prompts: list[list[int]],
+    prompts: Sequence[list[int] | ImagePrompt],
     spec: TreeSpec,
     max_new_tokens: int,
 ) -> dict[str, float]:

@@ -18,8 +18,9 @@ import re
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ from drafttrain.files import Json, scratch_folder
 from drafttrain.formats.engines import ENGINES
 from drafttrain.formats.weights import dtype_name
 from drafttrain.formats.write_gguf import write_gguf
+from drafttrain.images import Picture
 from drafttrain.inference import generate
 from drafttrain.inside_vllm.head_files import ROOT
 from drafttrain.inside_vllm.swap_worker import EXTENSION
@@ -48,6 +50,7 @@ from drafttrain.states.engine_server import HOST
 from drafttrain.target import Target, resolve_dtype
 from drafttrain.target.generation import LogitsRules
 from drafttrain.target.loading import check_loaded, load_language_model, loading
+from drafttrain.target.sight import ImagePrompt
 
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
 # The line that ends a traceback.
@@ -56,6 +59,13 @@ _EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit)\b")
 _P_MIN = 0.75
 _ENGINE_SHARE = 0.9  # of the GPU's free memory that an engine fills, vLLM's default
 _TIMEOUT = 3600  # seconds; vLLM alone takes minutes to start on a CPU
+
+
+class SeenPrompt(NamedTuple):
+    """A prompt with images."""
+
+    prompt: ImagePrompt  # as our decoder reads it
+    pictures: Sequence[Picture]
 
 
 class EngineJob(NamedTuple):
@@ -69,6 +79,8 @@ class EngineJob(NamedTuple):
     tokens: int  # new ones per prompt at most
     depth: int  # drafted tokens per round
     scratch: Path  # folder for what an engine needs besides the export
+    # Prompts with images by their number; `prompts` has their ids too.
+    seen: Mapping[int, SeenPrompt] = MappingProxyType({})
 
     @property
     def longest_prompt(self) -> int:
@@ -109,8 +121,9 @@ def ours(job: EngineJob, drafter: Drafter | None) -> Json:
     tokens = []
     passes = 0
     committed = 0
-    for ids in job.prompts:
-        made = generate(target, drafter, ids, max_new_tokens=job.tokens, spec=spec, rules=raw)
+    for number, ids in enumerate(job.prompts):
+        prompt = job.seen[number].prompt if number in job.seen else ids
+        made = generate(target, drafter, prompt, max_new_tokens=job.tokens, spec=spec, rules=raw)
         tokens.append(made.tokens)
         passes += made.stats.target_passes
         committed += made.stats.new_tokens - 1
@@ -123,10 +136,12 @@ class ServingEngine:
     Attributes:
         name: in ENGINES, which holds its release and the form of its files.
         draws_trees: whether it drafts dynamic trees; others draft chains.
+        sees: whether `run` takes prompts with images.
     """
 
     name: str
     draws_trees = False
+    sees = False
 
     def run(self, job: EngineJob, exported: Path, python: str) -> Json:
         """Answers a job with an exported drafter.
@@ -152,6 +167,7 @@ class Vllm(ServingEngine):
     """vLLM; its counters give the accepted length."""
 
     name = "vLLM"
+    sees = True
 
     def run(self, job: EngineJob, exported: Path, python: str) -> Json:
         options = dict(shipping(job.trained.kind).options(job.trained)[self.name])
@@ -160,7 +176,7 @@ class Vllm(ServingEngine):
             "target": job.target.path,
             "hf_overrides": overrides,
             "dtype": job.dtype,
-            "prompts": job.prompts,
+            **self._prompts(job),
             "tokens": job.tokens,
             "steps": True,
             "warm_up": False,
@@ -184,11 +200,32 @@ class Vllm(ServingEngine):
                 described["memory"] = {"gpu_memory_utilization": round(_ENGINE_SHARE * free, 3)}
             answer = run_side(python, SIDES / "vllm_side.py", described, environment)
         del answer["runs"]  # texts are compared here, not speed
+        for number, read in enumerate(answer.pop("read")):
+            if read != job.prompts[number]:
+                raise UserError(
+                    f"vLLM {answer['version']} reads prompt {number} as {len(read)} tokens, the target here as "
+                    f"{len(job.prompts[number])}, which differ; its processor is another one"
+                )
         for key, value in answer.pop("counters").items():
             answer[key.removeprefix("vllm:spec_decode_")] = value
         committed = sum(len(made) - 1 for made in answer["tokens"])
         answer["accepted_length"] = round(committed / max(answer["rounds"], 1), 4)
         return answer
+
+    @staticmethod
+    def _prompts(job: EngineJob) -> Json:
+        """Token ids with a marker per image, and files of the images."""
+        prompts = list(job.prompts)
+        images: list[list[str]] = [[] for _ in prompts]
+        for number, seen in job.seen.items():
+            sight = job.target.require_sight()
+            prompts[number] = sight.marked_ids(prompts[number], seen.pictures)
+            for picture in seen.pictures:
+                # As pixels, which every engine decodes alike.
+                path = job.scratch / f"{picture.digest}.png"
+                picture.pixels().save(path)
+                images[number].append(str(path))
+        return {"prompts": prompts, "images": images}
 
     def command(self, serving: Serving) -> str:
         command = shlex.join(["vllm", "serve", serving.target, *self.flags(serving)])

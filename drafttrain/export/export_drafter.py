@@ -31,11 +31,13 @@ from drafttrain.export.serving_recipes import (
 )
 from drafttrain.files import hub_snapshot, is_hub_id, write_json
 from drafttrain.folders import OutputFolder, beside, check_folder, inputs_of
+from drafttrain.formats.engines import MROPE_NOTE
 from drafttrain.formats.public_names import public_name
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.inside_vllm.swap_worker import METHODS
 from drafttrain.outcome import conclude, next_command
 from drafttrain.target import load_shell, resolve_dtype, resolve_target
+from drafttrain.target.loading import seeing_target
 
 TARGET_GGUF = "target.gguf"
 _TARGET_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
@@ -109,6 +111,9 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
         place = shlex.quote(str(output / TARGET_GGUF))
         text = text.replace(f"-m {TARGET_GGUF}", f"-m {place}")
     print(f"{text}\n")
+    seeing = seeing_target(target)
+    if seeing is not None and seeing.has_mrope and "vLLM" in engines:
+        print(f"note: {MROPE_NOTE}\n")
     then = next_command("verify", drafter=args.drafter, exported=output)
     conclude({"format": args.format, "serve": text}, files, then)
     return 0

@@ -19,7 +19,7 @@ from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, take_evenly
-from drafttrain.export.engine_runs import EngineJob, missing
+from drafttrain.export.engine_runs import EngineJob, SeenPrompt, missing
 from drafttrain.export.export_drafter import export
 from drafttrain.export.serving_recipes import engine_depth, tuned_tree
 from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
@@ -33,11 +33,13 @@ from drafttrain.export.verify_matrix import (
 )
 from drafttrain.files import Json, JsonlLog, scratch_folder
 from drafttrain.folders import beside, inputs_of, output_file
-from drafttrain.formats.engines import ENGINES, PACKAGES
+from drafttrain.formats.engines import ENGINES, MROPE_NOTE, PACKAGES
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.outcome import command_line, conclude, fault, next_command
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target, resolve_dtype
+from drafttrain.target.loading import has_mrope
+from drafttrain.target.sight import ImagePrompt
 
 FEW = 6  # prompts, below which a comparison says little
 
@@ -174,7 +176,18 @@ def _one_drafter(
         trained = replace(trained, target=target.identity())
     suite = load_suite(args.suite, args.chat_template_kwargs)
     questions = take_evenly(suite.questions, args.prompts)
-    prompts = [question.prompt(target.tokenizer) for question in questions]
+    prompts = []
+    seen = {}
+    for number, question in enumerate(questions):
+        prompt = question.prompt_for(target)
+        if isinstance(prompt, ImagePrompt):
+            seen[number] = SeenPrompt(prompt, question.images)
+            prompt = prompt.ids.tolist()
+        prompts.append(prompt)
+    if seen and depth > 1 and has_mrope(target.model.config):
+        print(f"note: {MROPE_NOTE}", file=sys.stderr, flush=True)
+        if args.speculative_tokens is None and not block:
+            depth = 1  # later drafts are in wrong slots there
     if len(prompts) < FEW:
         print(
             f"{len(prompts)} prompts say little about accepted lengths; give at least {FEW}",
@@ -189,6 +202,7 @@ def _one_drafter(
         tokens=args.max_new_tokens,
         depth=depth,
         scratch=scratch,
+        seen=seen,
     )
     side = DrafterRows(job, exported, "" if args.engine == "all" else form)
     if "files" in found:

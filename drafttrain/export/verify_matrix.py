@@ -102,6 +102,9 @@ class DrafterRows:
         if python and engine.name in self.kind.needs_gpu and not torch.cuda.is_available():
             python = ""
             absent = f"it drafts with {trained.kind} on GPUs only"
+        if self.job.seen and not RUNS[engine.name].sees:
+            python = ""
+            absent = "prompts with images are compared in vLLM alone"
         if not python:
             rules = f"the files follow the rules of release {engine.release}"
             row["verdict"] = f"not run here ({absent}); {rules}"

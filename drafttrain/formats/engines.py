@@ -51,6 +51,57 @@ ENGINES: dict[str, EngineRelease] = {
     # On Apple's GPUs, by mlx-dspark, whose release this is.
     "MLX": EngineRelease("MLX", "vllm", "0.20.3"),
 }
+# Classes of targets that read images and hand features to a drafter: in vLLM those with SupportsEagle3, in SGLang those with
+# set_eagle3_layers_to_capture or set_dflash_layers_to_capture. Each engine serves more classes, without such drafters.
+_BOTH = (
+    "Cosmos3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+    "Glm5NextForConditionalGeneration",
+    "InternS1ProForConditionalGeneration",
+    "InternS2MobiusForConditionalGeneration",
+    "InternS2PreviewForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "MuseGlimmerForConditionalGeneration",
+    "NemotronH_Nano_VL_V2",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen4ExpForConditionalGeneration",
+)
+SEEING_TARGETS: dict[str, tuple[str, ...]] = {
+    "vLLM": (
+        *_BOTH,
+        "CohereCompassForConditionalGeneration",
+        "Exaone4_5_ForConditionalGeneration",
+        "LightOnOCRForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "MiMoV2OmniForCausalLM",
+        "MiniCPMV4_6ForConditionalGeneration",
+        "MiniCPMV4_7ForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "OpenCUAForConditionalGeneration",
+        "PixtralForConditionalGeneration",
+        "Qwen3OmniMoeForConditionalGeneration",
+    ),
+    "SGLang": (
+        *_BOTH,
+        "Gemma3ForConditionalGeneration",
+        "InklingForConditionalGeneration",
+        "Lfm2VlForConditionalGeneration",
+    ),
+}
+MROPE_NOTE = (
+    "the target gives the tokens of an image few positions (M-RoPE). Heads are trained on the plain index, which vLLM's "
+    "GPU runner (V2) gives them. Its older runner, the only one on CPUs, gives others, and writes drafts after the first "
+    "to wrong cache slots (vLLM issue 54498): text stays exact, but behind images it accepts less than measured here. "
+    "Compare there with --speculative-tokens 1"
+)
 # A trainer, which loads what it continues.
 SPECULATORS = EngineRelease("speculators", "speculators", "0.9.0")
 # Engines that can be run, and the package of each in its environment.

@@ -20,6 +20,7 @@ from torch import Tensor
 from drafttrain.credentials import redact
 from drafttrain.data.generate import parse_layers, train_command
 from drafttrain.data.int8_rows import stored_as, value_bytes
+from drafttrain.data.row_images import RowImages, readable_rows, sendable_rows
 from drafttrain.data.store import (
     FeatureStore,
     ShardWriter,
@@ -33,6 +34,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import first_change, write_json
 from drafttrain.flags import load_target
 from drafttrain.folders import OutputFolder, check_folder
+from drafttrain.images import PictureStore
 from drafttrain.outcome import conclude
 from drafttrain.progress import Progress, counted
 from drafttrain.states.ahead import Ahead, ahead
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     share = Share.of_process()
     root = check_folder(args.data, "generate", key="data")
     meta = read_meta(root)
-    records = load_records(root)
+    records = load_records(root, images=True)
     name = args.target or meta["target"]["name"]
     check_backend(args, share)
     if args.backend == "local":
@@ -85,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"top_k={args.top_k} is more than the {target.vocab_size} tokens of target {name!r}"
         )
+    records = readable_rows(records, target)
+    if args.backend == "vllm":
+        records = sendable_rows(records, target)
     layers = parse_layers(args.layers, target)
     if not layers:
         raise UserError(
@@ -162,16 +167,21 @@ def extract(
     describe(root, target, layers, args, dtype)
     done = FeatureStore(root)
     keys: list[str] = []  # conversations without states
+    names: list[list[str] | None] = []  # of their pictures
     rows: list[Row] = []
     tokens = 0  # no state is needed at the last token
     for record in records:
         if record["id"] in done:
             continue
         ids = torch.tensor(record["tokens"], dtype=torch.long)  # [s]
+        longest = args.max_length
+        if record["images"]:
+            longest = max(longest, record["spans"][0][0])  # an image is never cut
         if args.max_length:
-            ids = ids[: args.max_length]
+            ids = ids[:longest]
         rows.append(Row(len(keys), ids))
         keys.append(record["id"])
+        names.append(record["images"])
         tokens += len(ids) - 1
 
     # Bytes of a token: features, and the last state or the likeliest tokens; 1 % for headers.
@@ -200,10 +210,13 @@ def extract(
     mine = [row for row in rows if share.owns(keys[row.index])]
     if not mine:
         return
+    images = RowImages(target, PictureStore(root), names)
+    images.check()
     if args.backend == "local":
-        found = computed(Online(target, layers), mine)
+        found = computed(Online(target, layers, images=images), mine)
     else:
         served = stack.enter_context(proven_servers(args, target, layers))
+        served.images = images
         dtype = served_dtype(args.store_dtype, served)
         describe(root, target, layers, args, dtype)
         token_bytes = 4 * (len(layers) + 1) * target.hidden_size  # of float32

@@ -3,6 +3,12 @@
 A server is proven before its first row is used, and again after it was away: the log-probabilities
 that it returns must be those of the shell's head over the states that it writes. The shell is the
 target without its layers, see `load_shell`.
+
+    rows of text     /v1/completions         token ids
+    with images      /v1/chat/completions    pictures, and the row's text with their markers
+
+`/v1/completions` would drop the images without a word. A chat has one message and a template that
+writes its text as it is; the token ids that the server reads must be the row's.
 """
 
 from __future__ import annotations
@@ -18,10 +24,14 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
+from drafttrain.data.chat import decode
 from drafttrain.data.failures import BadReply
+from drafttrain.data.image_parts import image_part, text_part, with_uris
 from drafttrain.data.servers import Requests
 from drafttrain.errors import UserError
-from drafttrain.files import first_change, value_of
+from drafttrain.files import Json, first_change, value_of
+from drafttrain.images import Picture
+from drafttrain.progress import counted
 from drafttrain.states.origins import RowStates
 from drafttrain.states.transports import open_transport
 from drafttrain.states.transports.transport import FileReply, StatesTransport, StoreReply
@@ -33,6 +43,11 @@ _TOP = 8  # most likely tokens of each probed position
 _PROBE_IDS = 48
 _PROBE_TEXT = "Prove it: the state of 1,024 tokens — naïve café, 東京, здравствуй, def f(x): return x**2\n\tend."
 _LEAST_GAP = 5e-3  # nats; kernels of float32 differ by less
+# vLLM takes pictures out of the message, and the text has their markers.
+_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -46,8 +61,11 @@ class _Choice(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, _Logprob] | None] | None]
 
 
-class _StatesReply(TypedDict):
+class _StatesReply(_Choice):
+    """A completion, or a chat, which has the choice's keys itself."""
+
     choices: Annotated[list[_Choice], Field(min_length=1)]
+    prompt_token_ids: NotRequired[list[int] | None]  # of a chat
     kv_transfer_params: NotRequired[FileReply | StoreReply | None]
 
 
@@ -66,6 +84,7 @@ class ProvenServer:
         transport: how its states arrive. dtype: of its states.
         gap: mean difference of its log-probabilities from the shell's, in nats.
         proven: the attributes above are those of the server that answers now.
+        sees: a row with images has been proven too.
         running, failures, rests_until: requests in flight, failures in a row, and the time before
             which it is not asked; `Served` keeps them.
     """
@@ -82,6 +101,7 @@ class ProvenServer:
     dtype: str = ""
     gap: float = 0.0
     proven: bool = False
+    sees: bool = False
     proving: threading.Lock = field(default_factory=threading.Lock)
     running: int = 0
     failures: int = 0
@@ -90,14 +110,22 @@ class ProvenServer:
     # -- a request ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def states(self, row: list[int]) -> RowStates:
+    def states(self, row: list[int], pictures: Sequence[Picture] = ()) -> RowStates:
         """The states of all n tokens of a row, on the CPU, in the server's dtype.
+
+        Args:
+            pictures: of the row. The first row with some is a proof too.
 
         Raises:
             BadReply: no states this time. UserError: no such states at any time.
         """
         self.prove_once()
-        states, _ = self._ask(row)
+        unproven = bool(pictures) and not self.sees
+        states, logprobs = self._ask(row, _TOP if unproven else None, pictures)
+        if unproven:
+            # Proof of text says nothing about the vision part.
+            self._check_gap(*head_gap(self.shell, states["hidden_states"], logprobs))
+            self.sees = True
         assert self.transport is not None
         found = states["hidden_states"]  # [n, layers, h]
         held = self.transport.record["layers"]
@@ -111,13 +139,17 @@ class ProvenServer:
         return RowStates(torch.cat(parts, dim=-1), last.clone())
 
     def _ask(
-        self, prompt: list[int] | str, logprobs: int | None = None
+        self,
+        prompt: list[int] | str,
+        logprobs: int | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> tuple[dict[str, Tensor], list[dict[str, _Logprob] | None]]:
         """Asks once for hidden_states [n, layers, h], token_ids [n] and log-probabilities.
 
         Args:
             prompt: token ids, or a text of the proof.
             logprobs: likeliest tokens per position to get log-probabilities of; None for none.
+            pictures: of the token ids.
         """
         tokens = len(prompt)
         is_row = not isinstance(prompt, str)
@@ -126,11 +158,17 @@ class ProvenServer:
                 f"url={self.url!r} reads rows of at most {self.longest - 1} tokens, one has "
                 f"{tokens}; start it with -- --max-model-len {tokens + 1}, or shorten the rows"
             )
-        body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0}
+        body: Json = {"model": self.model, "max_tokens": 1, "temperature": 0.0}
         if logprobs is not None:
             body["prompt_logprobs"] = logprobs
-        address = f"{self.url}/v1/completions"
-        reply = self.requests.json("POST", address, body, _StatesReply, self.timeout)
+        if pictures:
+            assert is_row
+            reply = self._chat(body, prompt, pictures)  # type: ignore[arg-type]  # a row's ids
+            found: _Choice = reply
+        else:
+            body["prompt"] = prompt
+            reply = self._post("completions", body)
+            found = reply["choices"][0]
         named = reply.get("kv_transfer_params")
         if not named:
             raise UserError(f"url={self.url!r} hands out no states; start it with: {self._command}")
@@ -149,7 +187,46 @@ class ProvenServer:
             raise BadReply(
                 "not finite", f"states of {tokens} tokens hold NaN or infinity", retry=True
             )
-        return states, value_of(reply["choices"][0], "prompt_logprobs", [])
+        return states, value_of(found, "prompt_logprobs", [])
+
+    def _post(self, what: str, body: Json) -> _StatesReply:
+        return self.requests.json("POST", f"{self.url}/v1/{what}", body, _StatesReply, self.timeout)
+
+    def _chat(self, body: Json, row: list[int], pictures: Sequence[Picture]) -> _StatesReply:
+        """The reply to a row with images, which the server has read as these tokens.
+
+        Raises:
+            UserError: it takes no such chat, or reads it as other tokens.
+        """
+        shell = self.shell
+        # vLLM reads the pictures in the order of their parts, wherever the text has their markers.
+        parts = [image_part(picture) for picture in pictures]
+        text = decode(shell.tokenizer, shell.require_sight().marked_ids(row, pictures))
+        chat = {
+            **body,
+            "messages": with_uris([{"role": "user", "content": [*parts, text_part(text)]}]),
+            "chat_template": _TEMPLATE,
+            "add_generation_prompt": False,
+            "return_token_ids": True,
+        }
+        try:
+            reply = self._post("chat/completions", chat)
+        except BadReply as bad:
+            # A status such as 400 or 404 stays; others are tried again.
+            if bad.retry or not bad.reason.startswith("HTTP"):
+                raise
+            raise UserError(
+                f"url={self.url!r} gives no states of rows with images ({bad}); start it with: {self._command}"
+            ) from bad
+        read = value_of(reply, "prompt_token_ids", [])
+        if read != row:
+            at = _first_difference(read, row)
+            raise UserError(
+                f"url={self.url!r} reads a row of {len(row)} tokens with {counted(len(pictures), 'images')} as "
+                f"{len(read)} tokens, other ones from token {at} on; store its states here: drafttrain features "
+                "--backend local"
+            )
+        return reply
 
     @property
     def _command(self) -> str:
@@ -187,18 +264,23 @@ class ProvenServer:
         self.longest = model.get("max_model_len")
         # So its record is read again: it may have been started with other layers.
         self.proven = False
+        self.sees = False
 
         self.gap, allowed = self._gap(_spread_ids(self.shell.vocab_size))
         if self.shell.tokenizer is not None:
             gap, allowed = self._gap(_PROBE_TEXT)
             self.gap = max(self.gap, gap)
-        if not self.gap <= allowed:
+        self._check_gap(self.gap, allowed)
+        self.proven = True
+
+    def _check_gap(self, gap: float, allowed: float) -> None:
+        """Raises UserError: log-probabilities that are further apart than rounding explains."""
+        if not gap <= allowed:
             raise self._refused(
                 "its log-probabilities differ from those of the target's head over its states by "
-                f"{self.gap:.3g} nats on average, and {allowed:.2g} are allowed: another model, "
+                f"{gap:.3g} nats on average, and {allowed:.2g} are allowed: another model, "
                 "other layers or another final norm"
             )
-        self.proven = True
 
     def _gap(self, prompt: list[int] | str) -> tuple[float, float]:
         """`head_gap` of a prompt. Raises UserError: other token ids, or another embedding."""
@@ -223,11 +305,9 @@ class ProvenServer:
         """Raises UserError: the server tokenizes a text otherwise than the target does."""
         if ids == wanted:
             return
-        pairs = zip(ids, wanted, strict=False)
-        differing = (number for number, (own, theirs) in enumerate(pairs) if own != theirs)
         raise self._refused(
             f"its tokenizer makes {len(ids)} tokens of a text, the target's {len(wanted)}, and "
-            f"they differ from token {next(differing, 0)} on"
+            f"they differ from token {_first_difference(ids, wanted)} on"
         )
 
     def _check_record(self, transport: StatesTransport) -> None:
@@ -256,6 +336,14 @@ class ProvenServer:
         apart = float((found.float() - ours).norm() / ours.norm())
         if not apart <= 2 * torch.finfo(found.dtype).eps + 1e-5:  # NaN is refused too
             raise self._refused(f"its input embedding differs by {apart:.2g} of its norm")
+
+
+def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
+    """The place of the first token that differs."""
+    for place, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return place
+    return min(len(left), len(right))
 
 
 def _spread_ids(vocab_size: int) -> list[int]:

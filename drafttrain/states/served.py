@@ -22,8 +22,10 @@ from torch import Tensor
 
 from drafttrain.credentials import redact
 from drafttrain.data.failures import BadReply
+from drafttrain.data.row_images import RowImages
 from drafttrain.data.servers import TIME_OUT, UNREACHABLE, Requests, server_address
 from drafttrain.errors import UserError
+from drafttrain.images import Picture
 from drafttrain.states.origins import Origin, Row, RowStates
 from drafttrain.states.proven_server import ProvenServer
 from drafttrain.states.transports.transport import StatesTransport
@@ -57,6 +59,9 @@ class Served(Origin):
         timeout: seconds of an answer. patience: seconds that servers which have answered may be
             away before a request fails.
 
+    Attributes:
+        images: of the rows, by index; None if all are text.
+
     Raises:
         UserError: no servers, or something that is not an address.
     """
@@ -89,6 +94,7 @@ class Served(Origin):
         self.threads = _IN_FLIGHT * len(self.servers)
         self.dtype = dtype
         self.patience = patience
+        self.images: RowImages | None = None
         self.once: dict[int, RowStates | None] = {}  # rows that are read once
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -121,15 +127,29 @@ class Served(Origin):
         for row in rows:
             states = self.once.get(row.index)
             if states is None:
-                states = self.request(row.tokens[:-1].tolist())
+                states = self._read(row)
             # Rows that are read once are kept for all later readings.
             if row.index in self.once:
                 self.once[row.index] = states
             found.append(row.cut(states))
         return found
 
-    def request(self, tokens: list[int]) -> RowStates:
+    def _read(self, row: Row) -> RowStates:
+        pictures: list[Picture] = []
+        if self.images is not None:
+            pictures = self.images.pictures(row.index)
+        if not pictures:
+            return self.request(row.tokens[:-1].tolist())
+        # Sent as text, whose end the tokenizer may split otherwise where a token is missing.
+        found = self.request(row.tokens.tolist(), pictures)
+        assert isinstance(found.last, Tensor)
+        return RowStates(found.features[:-1], found.last[:-1])
+
+    def request(self, tokens: list[int], pictures: Sequence[Picture] = ()) -> RowStates:
         """The states of all n tokens of a row, on the CPU.
+
+        Args:
+            pictures: that the tokens hold placeholders of, in order.
 
         Raises:
             UserError: after the retries, or at once where none can help; names the server, what
@@ -139,7 +159,7 @@ class Served(Origin):
         if not tokens:
             states = torch.zeros(0, self.shell.hidden_size, dtype=self.shell.embed_weight.dtype)
             return RowStates(states.repeat(1, len(self.layers)), states)
-        found = self._retried(lambda server: server.states(tokens), self.servers)
+        found = self._retried(lambda server: server.states(tokens, pictures), self.servers)
         if self.dtype is not None:
             assert isinstance(found.last, Tensor)
             found = RowStates(found.features.to(self.dtype), found.last.to(self.dtype))

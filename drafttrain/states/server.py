@@ -184,6 +184,9 @@ class StateServer(EngineServer):
         # another text.
         if "--async-scheduling" not in self.flags:
             words.append("--no-async-scheduling")
+        # Rows with images are sent as chats with a template of their own.
+        if self.target.sight is not None and "--trust-request-chat-template" not in self.flags:
+            words.append("--trust-request-chat-template")
         words += self.flags
 
         extract = {

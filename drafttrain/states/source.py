@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from drafttrain.batch import Batch
+from drafttrain.data.row_images import RowImages
 from drafttrain.errors import UserError
 from drafttrain.losses import LazyRows, StoredTopK, Targets, tempered
 from drafttrain.sequence_parallel import SharedPart
@@ -95,6 +96,7 @@ class TargetSource(BatchSource):
         limit_bytes: memory for states that are kept for later epochs.
         temperatures: other than 1, at which the loss reads the target's full distribution.
         prefetch_bytes: of states that are read or asked for before their step.
+        images: of the data set's rows, which the target reads with them.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class TargetSource(BatchSource):
         limit_bytes: float = 0,
         temperatures: tuple[float, ...] = (),
         prefetch_bytes: float = 1e9,
+        images: RowImages | None = None,
     ):
         self.target = target
         self.layers = feature_layers
@@ -116,7 +119,7 @@ class TargetSource(BatchSource):
         dtype = None
         if limit_bytes > 0:
             dtype = torch.bfloat16
-        self.online = Online(target, feature_layers, dtype)
+        self.online = Online(target, feature_layers, dtype, images)
         self.prefetch_bytes = prefetch_bytes
         self.has_states = origin is None or origin.has_states
         self.hits = {"memory": 0, "stored": 0, "online": 0}
@@ -252,9 +255,10 @@ class Online(Origin):
     Args:
         target: frozen. layers: of the features.
         dtype: to which states are rounded; None for as computed.
+        images: of the rows, by index.
 
     Attributes:
-        together: rows per forward of the target, None for all. One on a CPU: values then do not
+        together: rows of text per forward of the target, None for all. One on a CPU: values then do not
             depend on which other rows are in the batch, so a resumed run, which has nothing in
             memory yet, computes the same.
     """
@@ -266,29 +270,47 @@ class Online(Origin):
         target: Target,
         layers: Sequence[int],
         dtype: torch.dtype | None = None,
+        images: RowImages | None = None,
     ):
         self.target = target
         self.layers = layers
         self.dtype = dtype
+        self.images = images
         self.together: int | None = None
         if target.device.type == "cpu":
             self.together = 1
 
     @torch.no_grad()
     def states(self, rows: Sequence[Row]) -> list[RowStates | None]:
-        found: list[RowStates | None] = []
-        size = self.together or max(len(rows), 1)
-        for begin in range(0, len(rows), size):
-            part = rows[begin : begin + size]
-            made = run_rows(self.target, self.layers, [row.tokens for row in part])
-            for row, (features, last) in zip(part, made, strict=True):
-                if row.needed is not None:
-                    last = last[row.needed]  # [r, h]
-                if self.dtype is not None:
-                    features = features.to(self.dtype)
-                    last = last.to(self.dtype)
-                found.append(RowStates(features, last))
-        return found
+        found: dict[int, RowStates] = {}  # by number in `rows`
+        texts: list[int] = []
+        for number, row in enumerate(rows):
+            prompt = None
+            if self.images is not None:
+                prompt = self.images.prompt(row.index, row.tokens)
+            if prompt is None:
+                texts.append(number)
+                continue
+            # A row with images is a forward of its own.
+            out = self.target.read_images(prompt, self.layers)
+            found[number] = self._kept(row, out.features[0], out.last_hidden[0])
+
+        size = self.together or max(len(texts), 1)
+        for begin in range(0, len(texts), size):
+            part = texts[begin : begin + size]
+            made = run_rows(self.target, self.layers, [rows[number].tokens for number in part])
+            for number, (features, last) in zip(part, made, strict=True):
+                found[number] = self._kept(rows[number], features, last)
+        return [found[number] for number in range(len(rows))]
+
+    def _kept(self, row: Row, features: Tensor, last: Tensor) -> RowStates:
+        """What a row needs of its states [s, f*h] and [s, h]."""
+        if row.needed is not None:
+            last = last[row.needed]  # [r, h]
+        if self.dtype is not None:
+            features = features.to(self.dtype)
+            last = last.to(self.dtype)
+        return RowStates(features, last)
 
 
 class SharedOnline(Origin):

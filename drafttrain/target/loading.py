@@ -9,13 +9,14 @@ language model reads: towers of other modalities and prediction modules (MTP).
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -431,6 +432,33 @@ def architectures_of(target: str) -> list[str]:
     except (UserError, OSError, ValueError):
         return []
     return list(config.architectures or [])
+
+
+class SeeingTarget(NamedTuple):
+    """What engines distinguish of a target that reads images."""
+
+    architectures: tuple[str, ...]  # class names in its config
+    has_mrope: bool  # an image's tokens have positions by row and column
+
+
+@functools.cache
+def seeing_target(name: str) -> SeeingTarget | None:
+    """What a target's config says about images; None if it reads none, or its config cannot be loaded."""
+    if not name:
+        return None
+    try:
+        config = AutoConfig.from_pretrained(resolve_target(name))
+    except (UserError, OSError, ValueError):
+        return None
+    if image_class(config) is None:
+        return None
+    return SeeingTarget(tuple(config.architectures or ()), has_mrope(config))
+
+
+def has_mrope(config: PreTrainedConfig) -> bool:
+    """Whether an image's tokens get positions by row and column."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None)
+    return "mrope_section" in (rope or {})
 
 
 def longest_row(config: PreTrainedConfig) -> int | None:

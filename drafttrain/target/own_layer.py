@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from drafttrain.batch import Attend
 from drafttrain.errors import UserError
@@ -33,6 +34,7 @@ from drafttrain.files import Json
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import ATTENTION, attention_context
 from drafttrain.target.loading import is_known
+from drafttrain.target.parts import build_language_model
 from drafttrain.target.proof import described, relative_error
 
 if TYPE_CHECKING:
@@ -289,7 +291,10 @@ def skeleton(config: Json) -> Any:
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+            made = AutoConfig.for_model(**config)
+            if type(made) in MODEL_FOR_CAUSAL_LM_MAPPING:
+                return build_language_model(made)
+            return AutoModel.from_config(made)  # the text part of one that reads images
     except Exception as error:  # the library raises many classes
         raise UserError(f"its class cannot be built ({described(error)})") from error
 

@@ -62,6 +62,7 @@ class ProvenModel(Protocol):
     num_layers: int
     hidden_size: int
     vocab_size: int
+    tokenizer: Any
     max_positions: int | None
     logit_scale: float
     continuation: Any  # of own_cache.py

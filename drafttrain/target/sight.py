@@ -33,7 +33,7 @@ from drafttrain.ops.packing import without_grad
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target.attention import LAST, attention_context
 from drafttrain.target.loading import load_part, loading, model_config
-from drafttrain.target.parts import Parts
+from drafttrain.target.parts import Parts, image_class
 from drafttrain.target.proof import (
     ProvenModel,
     described,
@@ -162,6 +162,112 @@ class Sight:
             tensors[name] = value
         digests = tuple(picture.digest for picture in pictures)
         return ImagePrompt(made["input_ids"][0], tensors, digests)
+
+    @property
+    def template(self) -> str | None:
+        """The processor's chat template; None where it has none, and the tokenizer's counts."""
+        found = getattr(self.processor, "chat_template", None)
+        if isinstance(found, str):
+            return found
+        return None
+
+    @property
+    def placeholder(self) -> int:
+        """The token that stands for a part of an image. Raises UserError: the config names none."""
+        config = self.target.model.config
+        # A shell has the config of the text part, where that has a class of its own.
+        if image_class(config) is None:
+            config = model_config(self.target.path, self.trust_remote_code)
+        for key in ("image_token_id", "image_token_index"):
+            found = getattr(config, key, None)
+            if isinstance(found, int):
+                return found
+        fault = (
+            "has no image_token_id in its config, so rows with images are not read; use text only"
+        )
+        raise unsupported(self.target.name, self.target.model, fault)
+
+    def row(self, ids: Tensor, pictures: Sequence[Picture]) -> ImagePrompt:
+        """See `Target.image_row`.
+
+        The processor reads a message of the pictures alone. What it says about pictures is that of
+        the row; what it says about tokens goes by their ids.
+        """
+        marked = self.prompt(self._markers(len(pictures)), pictures)
+        wanted = int((marked.ids == self.placeholder).sum())
+        held = int((ids == self.placeholder).sum())
+        if held != wanted:
+            raise UserError(
+                f"target={self.target.name!r}: a row has {held} placeholders (token {self.placeholder}), but its "
+                f"{len(pictures)} images take {wanted}; generate it with this target"
+            )
+        tensors = {}
+        for name, value in marked.tensors.items():
+            if value.shape == (1, len(marked)):
+                value = self._by_id(ids, marked, name)
+            tensors[name] = value
+        return ImagePrompt(ids, tensors, marked.digests)
+
+    def marked_ids(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
+        """A stored row with each image as its marker, of which the processor makes placeholders again.
+
+        Args:
+            ids: [L] each image expanded to its placeholder tokens. pictures: of the row, in order.
+
+        Raises:
+            UserError: as `processor`; the row does not hold the tokens of its pictures.
+        """
+        text = self._markers(1)
+        marked = self.target.tokenizer(text, add_special_tokens=False)["input_ids"]
+        found: list[int] = []
+        left = list(ids)
+        for number, picture in enumerate(pictures, 1):
+            expanded = self.prompt(text, [picture]).ids.tolist()
+            marker, tokens = _apart(marked, expanded, self.placeholder)
+            # Pictures come in order, so an image's tokens are the first that match.
+            at = _first(left, tokens)
+            if at is None:
+                raise UserError(
+                    f"target={self.target.name!r}: a row of {len(ids)} tokens does not hold the {len(tokens)} tokens "
+                    f"of its image {number}; generate it with this target"
+                )
+            found += left[:at] + marker
+            left = left[at + len(tokens) :]
+        return found + left
+
+    def _markers(self, count: int) -> str:
+        """A message of so many images, as the chat template writes it."""
+        image = {"type": "image", "image": "image"}
+        message = {"role": "user", "content": [image] * count}
+        try:
+            text = self.target.tokenizer.apply_chat_template(
+                [message],
+                tokenize=False,
+                chat_template=self.template,
+            )
+        except Exception as error:  # templates are code of others
+            raise UserError(
+                f"target={self.target.name!r}: its chat template refuses a message of {count} images "
+                f"({described(error)}); use a target whose template writes images"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def _by_id(self, ids: Tensor, marked: ImagePrompt, name: str) -> Tensor:
+        """[1, L] the values that a processor's tensor has at these tokens; 0 at tokens of text.
+
+        Raises UserError: a token has two values.
+        """
+        values = marked.tensors[name][0]
+        pairs = set(zip(marked.ids.tolist(), values.tolist(), strict=True))
+        value_of = dict(pairs)
+        if len(value_of) < len(pairs):
+            raise UserError(
+                f"target={self.target.name!r}: its processor gives {name} by place and not by token, so rows with "
+                "images are not read; use text only"
+            )
+        row = [value_of.get(token, 0) for token in ids.tolist()]
+        return torch.tensor([row], dtype=values.dtype)
 
     # -- forwards ----------------------------------------------------------------------------------
 
@@ -360,6 +466,40 @@ class Sight:
     def _unread(self, prompt: ImagePrompt, reason: str) -> UserError:
         fault = f"cannot decode a prompt with {len(prompt.digests)} images ({reason}); give it text only"
         return unsupported(self.target.name, self.target.model, fault)
+
+
+def _apart(marked: list[int], expanded: list[int], placeholder: int) -> tuple[list[int], list[int]]:
+    """The marker of a message of one image, and the tokens that stand for it.
+
+    Args:
+        marked, expanded: the message before and after the processor.
+        placeholder: belongs to the marker where it is part of it.
+    """
+    # Tokens that both sides share are text, but a marker is never empty.
+    begin_limit = len(marked) - 1
+    end_limit = len(marked) - 1
+    if placeholder in marked:
+        begin_limit = marked.index(placeholder)
+        end_limit -= begin_limit
+    begin = _shared(marked, expanded, begin_limit)
+    end = _shared(marked[::-1], expanded[::-1], min(end_limit, len(marked) - 1 - begin))
+    return marked[begin : len(marked) - end], expanded[begin : len(expanded) - end]
+
+
+def _shared(left: list[int], right: list[int], limit: int) -> int:
+    """Number of first tokens that are the same, at most `limit`."""
+    for count in range(limit):
+        if left[count] != right[count]:
+            return count
+    return limit
+
+
+def _first(tokens: list[int], wanted: list[int]) -> int | None:
+    """Where some tokens first occur; None if they do not."""
+    for at in range(len(tokens) - len(wanted) + 1):
+        if tokens[at : at + len(wanted)] == wanted:
+            return at
+    return None
 
 
 def _shallow(module: M) -> M:

@@ -611,7 +611,7 @@ class Target:
             UserError: the target reads no images or has no processor, or torchvision or Pillow is
                 missing.
         """
-        return self._eyes().processor
+        return self.require_sight().processor
 
     def image_prompt(self, text: str, pictures: Sequence[Picture]) -> ImagePrompt:
         """A prompt with images.
@@ -623,7 +623,20 @@ class Target:
         Raises:
             UserError: as `processor`; text and pictures that do not go together.
         """
-        return self._eyes().prompt(text, pictures)
+        return self.require_sight().prompt(text, pictures)
+
+    def image_row(self, ids: Tensor, pictures: Sequence[Picture]) -> ImagePrompt:
+        """A stored row, or its beginning, as a prompt with images.
+
+        Args:
+            ids: [L] int64, each image expanded to its placeholder tokens.
+            pictures: of the row, in order; at least one.
+
+        Raises:
+            UserError: as `processor`; a row with more or fewer placeholders than its pictures take, such as
+                one whose answer holds a placeholder.
+        """
+        return self.require_sight().row(ids, pictures)
 
     def read_images(self, prompt: ImagePrompt, feature_layers: Sequence[int]) -> TargetOutput:
         """`forward` of a whole conversation with images: states of all its L positions.
@@ -652,9 +665,10 @@ class Target:
 
     def _seeing(self) -> Sight:
         self.require_layers()
-        return self._eyes()
+        return self.require_sight()
 
-    def _eyes(self) -> Sight:
+    def require_sight(self) -> Sight:
+        """How it reads images. Raises UserError: it reads none."""
         if self.sight is None:
             fault = "reads no images; use a target that does, or text only"
             raise unsupported(self.name, self.model, fault)

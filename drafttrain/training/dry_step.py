@@ -32,7 +32,7 @@ from torch.nn.attention.flex_attention import AuxOutput
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.registry import kind_class
@@ -42,6 +42,7 @@ from drafttrain.ops import path_attention
 from drafttrain.states.origins import Origin, Row, RowStates
 from drafttrain.states.source import NoTarget, TargetSource
 from drafttrain.target import Target
+from drafttrain.target.parts import build_language_model
 from drafttrain.training.step import step_inputs
 
 _BLOCK = 512  # bytes; the CUDA allocator's unit
@@ -326,7 +327,7 @@ def dry_step(
             and options.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config).to(setting.target_dtype)
+        model = build_language_model(config, dtype=setting.target_dtype)
         model.eval().requires_grad_(False)
         target = Target.wrap(model, None, name=config.model_type, dtype=setting.target_dtype)
         if build is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import TrainingArguments, enable_full_determinism, set_seed
 from transformers.utils import logging
 
+from drafttrain.data.row_images import RowImages
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.errors import UserError
 from drafttrain.files import Json
@@ -40,6 +41,7 @@ class Run:
         train_rows: {tokens, spans, length, index}; packed if the recipe says so. held_out: never
             packed.
         source: gives batches their target features and distributions.
+        images: of the rows, if some have images that the target reads.
         on_policy: mixes in the drafter's responses. checkpoint: to resume from.
         sequence: the processes that share this one's rows.
         column_rates: [f*h] learning rates of the weight that reads features, by column.
@@ -53,6 +55,7 @@ class Run:
     train_rows: Dataset
     held_out: Dataset | None
     source: BatchSource
+    images: RowImages | None = None
     on_policy: OnPolicy | None = None
     checkpoint: str | None = None
     sequence: SequenceGroup | None = None

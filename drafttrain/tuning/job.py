@@ -30,6 +30,7 @@ class Job:
     conversations: Size = 0
     tokens: Size = 0
     prompt_tokens: Size = 128
+    image_tokens: Size = 0
     target_config: File | None = None
     init_config: File | None = None
     compute_efficiency: PositiveFraction = 0.4

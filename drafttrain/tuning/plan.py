@@ -41,6 +41,7 @@ from drafttrain.tuning.plan_recipe import (
     given_config,
     shipped_config,
     stored_bits,
+    vision_weights,
     without_weights,
 )
 
@@ -121,12 +122,14 @@ class _Planner:
     """One plan: the target's shapes, the data's counts, and the device, which its parts share.
 
     Attributes:
-        weights: number of the target's. width: bytes per weight in its files.
+        weights: number of the target's, which read text. vision: of its vision part. width: bytes per weight in
+            its files.
     """
 
     target: PretrainedConfig
     sizes: Sizes
     weights: int
+    vision: int
     width: float
     memory: Memory
 
@@ -159,6 +162,7 @@ class _Planner:
             self.target = shared.target
             self.sizes = shared.sizes
             self.weights = shared.weights
+            self.vision = shared.vision
             self.width = shared.width
             self.memory = shared.memory
 
@@ -181,7 +185,14 @@ class _Planner:
         name = self.config.target
         shipped = shipped_config(self.recipe, self.overrides, "target", "target.json")
         self.target = given_config(name, job.target_config, shipped)
-        model = without_weights(self.target, name, "give another --target-config")
+        fix = "give another --target-config"
+        model = without_weights(self.target, name, fix)
+        self.vision = vision_weights(self.target, name, fix)
+        if job.image_tokens and not self.vision:
+            raise UserError(
+                f"image_tokens={job.image_tokens} needs a target that reads images, and the config of target={name!r} has no "
+                "vision part; give the whole model's: --target-config FILE, or leave it out"
+            )
         self.sizes = model_sizes(model, self.target)
         self.weights = sum(weight.numel() for weight in model.parameters())
         self.width = stored_bits(self.target) / 8
@@ -216,8 +227,11 @@ class _Planner:
             tokens = _TOKENS
             if held:
                 tokens = counts.get("response_tokens", 0) // held + job.prompt_tokens
+            tokens += job.image_tokens
         self.tokens = min(tokens, self.config.max_length)
-        self.prompt = min(job.prompt_tokens, max(self.tokens - 2, 0))
+        self.prompt = min(job.prompt_tokens + job.image_tokens, max(self.tokens - 2, 0))
+        if job.image_tokens:
+            self.notes.append("hours leave out the passes of the target's vision part")
 
         if not held and not (job.conversations and job.tokens):
             assumed = f"{self.conversations:,} conversations of {self.tokens:,} tokens (--conversations, --tokens)"
@@ -305,6 +319,9 @@ class _Planner:
             buckets=buckets_of(launch.deepspeed),
             accumulates=trainer["gradient_accumulation_steps"] > 1,
             state_bytes=_STATE_BYTES.get(str(trainer.get("optim", "")), 8),
+            vision=self.vision
+            * dtype.itemsize
+            * bool(self.job.image_tokens and states == "online"),
             kept=1e9 * config.cache_size(gpu),
             ahead=1e9 * config.prefetch_gb,
             data_tokens=self.conversations * self.tokens,
@@ -366,6 +383,8 @@ class _Planner:
             "active": round(self.sizes.active),
             "drafter": self.step.trained,
         }
+        if self.vision:
+            parameters["vision"] = self.vision
         return Plan(
             recipe=self.recipe,
             setting=shown,
@@ -386,7 +405,7 @@ class _Planner:
         trained = self.step.trained
         text = self.target.get_text_config()
         tokens = self.conversations * self.tokens
-        parts = {"target": self.weights * self.width}
+        parts = {"target": (self.weights + self.vision) * self.width}
         if setting.states != "none":
             parts["prompts"] = self.conversations * (5.0 * self.prompt + 100)
 

@@ -57,6 +57,7 @@ class Setting:
     state_bytes: int = 8  # of the optimizer, per trained weight
     kept: float = 0.0  # most bytes of states that a CPU's process keeps between epochs
     ahead: float = 0.0  # most bytes of states that it reads ahead of their steps
+    vision: float = 0.0  # bytes of the target's vision part, if it runs in the process
     data_tokens: float = float("inf")  # of all conversations; no more states than theirs are held
 
     @property
@@ -168,6 +169,8 @@ class Memory:
             "target": max(step.target, setting.loaded) / setting.shards,
             "drafter": float(step.drafter),
         }
+        if setting.vision:
+            parts["vision part"] = setting.vision / setting.shards
         if not setting.stage:
             parts["gradients"] = step.gradients
             parts["optimizer"] = float(setting.state_bytes * trained)

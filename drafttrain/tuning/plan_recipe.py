@@ -18,6 +18,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, read_json, read_text, value_of
 from drafttrain.target import Target
 from drafttrain.target.loading import check_sizes, known_config, loading, text_part
+from drafttrain.target.parts import Parts, build_language_model, image_class
 from drafttrain.tuning.costs import target_config
 
 # Bits per weight with its scales, by quantization_config's quant_method; others name their bits.
@@ -74,7 +75,19 @@ def read_config(name: str, place: str, key: str, fix: str) -> PretrainedConfig:
 def without_weights(config: PretrainedConfig, name: str, fix: str) -> PreTrainedModel:
     """A target on the meta device."""
     with loading(f"target={name!r}", fix), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return build_language_model(config)
+
+
+def vision_weights(config: PretrainedConfig, name: str, fix: str) -> int:
+    """Weights of what a target has beside its text part; 0 for one that reads no images."""
+    whole = image_class(config)
+    if whole is None:
+        return 0
+    with loading(f"target={name!r}: its vision part", fix), torch.device("meta"):
+        model = whole._from_config(config)
+    # The projectors too: all modules beside the way to the text part.
+    towers = [model.get_submodule(name) for name in Parts(model).towers]
+    return sum(weight.numel() for tower in towers for weight in tower.parameters())
 
 
 def shipped_config(recipe: str, overrides: Sequence[str], key: str, file: str) -> Path | None:

@@ -236,3 +236,32 @@ def test_a_processor_is_loaded_from_the_targets_folder(qwen, tmp_path):
     target = Target.load(str(tmp_path), dtype="float32", device="cpu")
     prompt = shown(qwen, target, 1, 2)
     assert written(target, prompt, 8) == qwen.generate(prompt, 8)
+
+
+ROW_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}MARKER{% else %}{{ c['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "gemma3", "idefics3", "lighton_ocr"])
+def test_markers_stand_for_the_tokens_of_images_in_a_row(family, tmp_path):
+    """Runs of placeholders, rows with breaks between them, and tokens around them; side by side too."""
+    built = build(family, tmp_path)
+    target = built.load()
+    for holder in (built.processor, target.tokenizer):
+        holder.chat_template = ROW_TEMPLATE.replace("MARKER", built.marker)
+    text = f"Look: {built.marker}{built.marker}, or {built.marker}?"
+    pictures = [picture(1), picture(2, 120, 60), picture(1)]
+    row = target.image_prompt(text, pictures).ids.tolist()
+    marked = target.sight.marked_ids(row, pictures)
+    assert marked == target.tokenizer(text, add_special_tokens=False)["input_ids"] != row
+    with pytest.raises(UserError, match=r"does not hold the .* tokens of its image 4"):
+        target.sight.marked_ids(row, [*pictures, picture(1)])
+
+
+def test_a_shell_knows_the_placeholder_of_the_whole_model(tmp_path):
+    built = build("llava", tmp_path)
+    shell = load_shell(built.folder)
+    assert shell.config.model_type == "llama"
+    assert shell.sight.placeholder == built.model.config.image_token_index

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from drafttrain.config import TrainConfig, load_config
 from drafttrain.drafters.common.markov import MarkovBlock
@@ -19,6 +19,7 @@ from drafttrain.recipes import recipe_names, recipe_path
 from drafttrain.target import Target
 from drafttrain.target.loading import model_config, text_part
 from drafttrain.target.own_layer import OwnLayer, spec_of
+from drafttrain.target.parts import build_language_model
 from drafttrain.training.arguments import KEYS
 from drafttrain.training.dry_step import StepSetting, dry_step
 
@@ -45,6 +46,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30.5e9,
     "qwen3-32b": 32.8e9,
     "qwen3-8b": 8.2e9,
+    "qwen3-vl-8b": 8.2e9,  # as Qwen3-8B
     "qwen3.5-27b": 27e9,
     "qwen3.5-35b-a3b": 35e9,
     "qwen3.6-27b": 27e9,
@@ -66,7 +68,7 @@ def config_of(path: Path) -> PreTrainedConfig:
 
 def on_meta(path: Path) -> PreTrainedModel:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config_of(path), dtype=torch.bfloat16)
+        return build_language_model(config_of(path), dtype=torch.bfloat16)
 
 
 @functools.cache

@@ -553,3 +553,18 @@ def test_a_plan_is_what_training_allocates(name, monkeypatch):
     spec.loader.exec_module(bench)
     compared = bench.compare(name, {**bench.CASES[name], "rows": 2, "max_length": 256})
     assert abs(compared["off"]) < bench.GOAL
+
+
+def test_images_add_the_vision_part_and_their_tokens(linear):
+    recipe = "gemma-3-27b/eagle3"
+    text = plan(recipe, [], Job(), largest=False)
+    seen = plan(recipe, [], Job(image_tokens=256), largest=False)
+    vision = seen.parameters["vision"]
+    assert vision == pytest.approx(0.42e9, rel=0.05)  # SigLIP so400m and its projector
+    added = {key: seen.memory_gb[key] - text.memory_gb.get(key, 0) for key in seen.memory_gb}
+    assert added["vision part"] == pytest.approx(2 * vision / 1e9, rel=1e-3)
+    assert added["target"] == 0 and text.disk_gb["target"] == seen.disk_gb["target"]
+    assert seen.setting["tokens"] - text.setting["tokens"] == 256
+    assert any("vision part" in note for note in seen.notes)
+    with pytest.raises(UserError, match="image_tokens=256 needs a target that reads images"):
+        plan("llama-3.1-8b/eagle3", [], Job(image_tokens=256), largest=False)
