@@ -33,8 +33,8 @@ from drafttrain.data.store import (
 from drafttrain.errors import UserError
 from drafttrain.files import first_change, write_json
 from drafttrain.flags import load_target
-from drafttrain.images import PictureStore
 from drafttrain.folders import OutputFolder, check_folder
+from drafttrain.images import PictureStore
 from drafttrain.outcome import conclude
 from drafttrain.progress import Progress, counted
 from drafttrain.states.ahead import Ahead, ahead
