@@ -138,7 +138,7 @@ def recipe(tmp_path, built, data, name, **extra):
         folder,
         built.folder,
         data,
-        **{"logging_steps": 3, "max_length": 64, "packing": True, **extra},
+        **{"logging_steps": 3, "max_length": 64, "packing": True, "cache_gb": 0, **extra},
     )
     return words, folder / "drafter" / "training.json"
 
@@ -155,7 +155,7 @@ def test_runs_with_the_target_and_on_stored_states(built, data, tmp_path, capsys
     taken = ["features", "--data", str(data), "--dtype", "float32", "--store-dtype", "float32"]
     assert main([*taken, "--layers", "default", "--max-length", "6"]) == 0
     # An image is never cut: row 2 ends behind its two images.
-    store = FeatureStore(data)
+    store = FeatureStore.open(str(data), (0, 1, 2))
     assert len(store.get("row2")["features"]) == 2 * TOKENS + 2
     assert len(store.get("row0")["features"]) == 5
     assert main([*taken, "--layers", "default", "--overwrite"]) == 0
@@ -169,7 +169,7 @@ def test_runs_with_the_target_and_on_stored_states(built, data, tmp_path, capsys
     assert stored["target_features"]["online"] == 0
     for name, value in online["held_out"].items():
         if "loss" in name or "agree" in name:
-            assert stored["held_out"][name] == pytest.approx(value, rel=2e-2, abs=2e-2), name
+            assert stored["held_out"][name] == pytest.approx(value, rel=1e-3), name
 
 
 REFUSED = {
