@@ -233,7 +233,7 @@ def train_target(folder: Path, steps: int, seed: int) -> Json:
         "parameters": parameters,
         "tower_accuracy": round(accuracy, 3),
         "steps": steps,
-        "last_loss": round(float(loss), 4),
+        "last_loss": round(float(loss.detach()), 4),
     }
 
 

@@ -18,8 +18,8 @@ from tests.density import measure, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
-MOST_NODES = 420_000
-MOST_TEST_NODES = 394_000
+MOST_NODES = 421_200
+MOST_TEST_NODES = 395_500
 MOST_PER_LINE = 8.55  # nodes per line of code
 MOST_PER_THOUSAND = {  # lines
     "conditional expressions": 10,

@@ -165,7 +165,7 @@ def compare_depths(
     decoder: Any,
     session: Any,
     root: int,
-    metrics_of: Callable[[list[int]], dict[str, Any]],
+    metrics_of: Callable[[list[int]], dict[str, torch.Tensor]],
 ) -> None:
     """Compares a session's tree with training steps on its paths.
 

@@ -86,7 +86,8 @@ def test_states_of_batches_with_and_without_images(built, data):
         want[number] = out.features[0]
     for together in (1, None):
         for made in (rows, pack_rows(rows, 64, 0)):
-            source = TargetSource(target, LAYERS, torch.arange(300), images=images)
+            source = TargetSource(target, LAYERS, torch.arange(300))
+            source.online.images = images
             source.online.together = together
             batch = Batch.of(collate(list(made)))
             features, _, _ = source(batch)
@@ -119,7 +120,8 @@ def test_training_step_k_is_what_decoding_computes_behind_an_image(tmp_path, mon
     session.extend(torch.tensor([*prompt.ids[1:].tolist(), root]), out.features[0])
     pictures = PictureStore(tmp_path)
     images = RowImages(target, pictures, [[pictures.add(picture(1))]])
-    source = TargetSource(target, trainer.feature_layers, trainer.kept_ids, images=images)
+    source = TargetSource(target, trainer.feature_layers, trainer.kept_ids)
+    source.online.images = images
 
     def metrics_of(answer):
         tokens = [*prompt.ids.tolist(), *answer]
