@@ -216,7 +216,7 @@ class Sight:
         tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
         try:
             written = tokenizer.apply_chat_template(
-                [message],
+                [message],  # type: ignore[arg-type]  # contents may be parts
                 tokenize=False,
                 chat_template=self.template,
             )

@@ -10,7 +10,7 @@ import torch
 
 from drafttrain.batch import Batch, TokenTree, anchors_by_depth
 from drafttrain.config import TrainConfig
-from drafttrain.drafters.base import StepInputs
+from drafttrain.drafters.base import Session, StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.inference import SamplingParams, generate_batch
@@ -163,7 +163,7 @@ def check_depths(kind: str, decoder: Any) -> None:
 
 def compare_depths(
     decoder: Any,
-    session: Any,
+    session: Session,
     root: int,
     metrics_of: Callable[[list[int]], dict[str, torch.Tensor]],
 ) -> None:
