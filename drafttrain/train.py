@@ -431,7 +431,7 @@ def build_source(
                 f"sequence_parallel={config.sequence_parallel} runs the target on parts of rows, but data={config.data!r} "
                 "has rows with images; store their states: drafttrain features"
             )
-    return TargetSource(
+    source = TargetSource(
         target,
         drafter.feature_layers,
         drafter.kept_ids,
@@ -439,8 +439,9 @@ def build_source(
         limit_bytes=config.cache_size(target.device.type != "cpu") * 1e9,
         temperatures=parse_loss(config.loss).temperatures,
         prefetch_bytes=config.prefetch_gb * 1e9,
-        images=images,
     )
+    source.online.images = images
+    return source
 
 
 def proven_servers(

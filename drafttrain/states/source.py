@@ -96,7 +96,6 @@ class TargetSource(BatchSource):
         limit_bytes: memory for states that are kept for later epochs.
         temperatures: other than 1, at which the loss reads the target's full distribution.
         prefetch_bytes: of states that are read or asked for before their step.
-        images: of the data set's rows, which the target reads with them.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class TargetSource(BatchSource):
         limit_bytes: float = 0,
         temperatures: tuple[float, ...] = (),
         prefetch_bytes: float = 1e9,
-        images: RowImages | None = None,
     ):
         self.target = target
         self.layers = feature_layers
@@ -119,7 +117,7 @@ class TargetSource(BatchSource):
         dtype = None
         if limit_bytes > 0:
             dtype = torch.bfloat16
-        self.online = Online(target, feature_layers, dtype, images)
+        self.online = Online(target, feature_layers, dtype)
         self.prefetch_bytes = prefetch_bytes
         self.has_states = origin is None or origin.has_states
         self.hits = {"memory": 0, "stored": 0, "online": 0}
@@ -255,7 +253,7 @@ class Online(Origin):
     Args:
         target: frozen. layers: of the features.
         dtype: to which states are rounded; None for as computed.
-        images: of the rows, by index.
+        images: of the rows, by index; a `TargetSource` is given them afterwards.
 
     Attributes:
         together: rows of text per forward of the target, None for all. One on a CPU: values then do not

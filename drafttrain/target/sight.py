@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import ModelOutput
 
 from drafttrain.batch import TargetOutput
@@ -190,7 +190,7 @@ class Sight:
     def row(self, ids: Tensor, pictures: Sequence[Picture]) -> ImagePrompt:
         """See `Target.image_row`.
 
-        The processor reads a message of the pictures alone. What it says about pictures is that of
+        The processor reads a message of the pictures. What it says about pictures is that of
         the row; what it says about tokens goes by their ids.
         """
         marked = self.prompt(self._markers(len(pictures)), pictures)
@@ -236,12 +236,17 @@ class Sight:
         return found + left
 
     def _markers(self, count: int) -> str:
-        """A message of so many images, as the chat template writes it."""
+        """A message of so many images, as the chat template writes it.
+
+        Its text makes it longer than what tensors say about an image, such as its two sides.
+        """
         image = {"type": "image", "image": "image"}
-        message = {"role": "user", "content": [image] * count}
+        text = {"type": "text", "text": "0 1 2 3 4 5 6 7 8 9"}
+        message = {"role": "user", "content": [*[image] * count, text]}
+        tokenizer: PreTrainedTokenizerBase = self.processor.tokenizer
         try:
-            text = self.target.tokenizer.apply_chat_template(
-                [message],
+            written = tokenizer.apply_chat_template(
+                [message],  # type: ignore[arg-type]  # contents may be parts
                 tokenize=False,
                 chat_template=self.template,
             )
@@ -250,8 +255,8 @@ class Sight:
                 f"target={self.target.name!r}: its chat template refuses a message of {count} images "
                 f"({described(error)}); use a target whose template writes images"
             ) from error
-        assert isinstance(text, str)
-        return text
+        assert isinstance(written, str)
+        return written
 
     def _by_id(self, ids: Tensor, marked: ImagePrompt, name: str) -> Tensor:
         """[1, L] the values that a processor's tensor has at these tokens; 0 at tokens of text.

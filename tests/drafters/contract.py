@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from drafttrain.batch import Batch, TokenTree, anchors_by_depth
 from drafttrain.config import TrainConfig
-from drafttrain.drafters.base import StepInputs
+from drafttrain.drafters.base import Session, StepInputs
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.inference import SamplingParams, generate_batch
@@ -156,9 +157,25 @@ def check_depths(kind: str, decoder: Any) -> None:
     trainer.load_state_dict(overfitted(kind)[0].state_dict())
     prompt = list(PROMPTS[0])
     root = answers()[0][0]
+    session = session_at(decoder, prompt, root)
+    compare_depths(decoder, session, root, lambda answer: metrics_of(trainer, prompt, answer))
+
+
+def compare_depths(
+    decoder: Any,
+    session: Session,
+    root: int,
+    metrics_of: Callable[[list[int]], dict[str, torch.Tensor]],
+) -> None:
+    """Compares a session's tree with training steps on its paths.
+
+    Args:
+        decoder: the session's drafter. session: behind a prompt, whose last committed token is `root`.
+        metrics_of: a step's metrics on the prompt with an answer.
+    """
     spec = TreeSpec.parse("fanout:2x1x1@sample")
     sampler = Sampler(SamplingParams(temperature=1.0), torch.Generator().manual_seed(1))
-    tree = session_at(decoder, prompt, root).propose(spec, sampler)
+    tree = session.propose(spec, sampler)
     check_tree(tree, spec)
     assert tree.proposal is not None and tree.drafted_depth >= 1
     paths: list[list[int]] = []
@@ -167,7 +184,7 @@ def check_depths(kind: str, decoder: Any) -> None:
         paths.append([*(paths[parent] if parent >= 0 else []), token])
         depth = len(paths[-1])
         # A path ends in one more token, which nothing but the mask needs; the anchor is the prompt's last position.
-        metrics = metrics_of(trainer, prompt, [root, *paths[-1]])
+        metrics = metrics_of([root, *paths[-1]])
         if len(metrics["loss"]) < depth:
             continue  # drafted deeper than trained
         assert metrics["count"][depth - 1] == 1

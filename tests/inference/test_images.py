@@ -8,6 +8,7 @@ import torch
 import drafttrain
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
+from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams, static
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from tests.drafters.helpers import make_drafter
@@ -33,16 +34,27 @@ def built(tmp_path_factory):
     return of
 
 
-def prompts_of(case, target):
-    """Images in front, inside, behind, several, of several sizes, and none."""
+def shown_by(case):
+    """Prompts with their pictures: in front, inside, behind, several, of several sizes, and none."""
     mark = case.marker
-    shown = {
+    return {
         f"look: {mark} and {mark} what?": [picture(1), picture(2, 56, 112)],
         f"{mark}why": [picture(3, 98, 42)],
         "only text here": [],
         f"so {mark}": [picture(4)],
     }
+
+
+def prompts_of(case, target):
+    shown = shown_by(case)
     return [target.image_prompt(text, pictures) for text, pictures in shown.items()]
+
+
+def only_images(monkeypatch, case):
+    """Gives the processor a chat template."""
+    template = "{% for c in messages[0]['content'] %}{% if 'text' in c %}{{ c['text'] }}{% else %}"
+    template += case.marker + "{% endif %}{% endfor %}"
+    monkeypatch.setattr(case.processor, "chat_template", template, raising=False)
 
 
 def tokens_of(
@@ -82,6 +94,48 @@ def test_greedy_text_is_that_of_transformers(built, family):
         assert tokens_of(target, None, prompts) == truths
         assert tokens_of(target, drafting(prompts, truths), prompts, ANY) == truths
         target.pack()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stored_row_is_the_prompt_that_it_was(built, monkeypatch, family):
+    """Without its text, which is not stored."""
+    case = built(family)
+    target = case.load()
+    only_images(monkeypatch, case)
+    for text, pictures in shown_by(case).items():
+        if not pictures:
+            continue
+        want = prompt_with(target.image_prompt(text, pictures), [5, 9, 5])
+        got = target.image_row(want.ids, pictures)
+        assert torch.equal(got.ids, want.ids) and got.digests == want.digests
+        assert got.tensors.keys() == want.tensors.keys()
+        for name, value in want.tensors.items():
+            assert got.tensors[name].dtype == value.dtype
+            assert torch.equal(got.tensors[name], value), name
+
+
+def test_rows_that_are_not_the_targets(built, monkeypatch):
+    case = built("qwen3_vl")
+    target = case.load()
+    only_images(monkeypatch, case)
+    prompt = target.image_prompt(f"{case.marker}why", [picture(1)])
+    token = target.sight.placeholder
+    count = int((prompt.ids == token).sum())
+    answered = torch.cat((prompt.ids, torch.tensor([token, 5])))
+    with pytest.raises(
+        UserError,
+        match=f"has {count + 1} placeholders .token {token}., but its 1 images take {count}",
+    ):
+        target.image_row(answered, [picture(1)])
+    by_place = target.image_prompt(f"{case.marker}why", [picture(1)])
+    by_place.tensors["places"] = torch.arange(len(by_place))[None]
+    monkeypatch.setattr(target.sight, "prompt", lambda *_: by_place)
+    with pytest.raises(UserError, match="gives places by place"):
+        target.image_row(prompt.ids, [picture(1)])
+    monkeypatch.setattr(case.processor, "chat_template", "{{ raise_exception('no') }}")
+    with pytest.raises(UserError, match="chat template refuses a message of 1 images"):
+        target.image_row(prompt.ids, [picture(1)])
 
 
 @pytest.mark.parametrize("family", VARIED)
