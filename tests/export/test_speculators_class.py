@@ -100,7 +100,7 @@ def test_speculators_loads_and_computes_our_exports(target, tmp_path):
     [
         ("dflash", {"kept": KEPT["kept"]}, "mask_token_id=null, a learned mask"),
         ("dflash", {**WHOLE, "train_head": True}, "takes the target's head for all tokens"),
-        ("dflash", {**KEPT, "causal": True}, "causal=true without a window"),
+        ("dflash", {**KEPT, "causal": True}, "causal=true in layers without a window"),
         ("dflash2", {**KEPT, "markov_rank": 8}, "selects among all of the target's tokens"),
     ],
 )

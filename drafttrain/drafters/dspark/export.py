@@ -138,8 +138,10 @@ class DSparkShipping(EngineBlocks[DSpark]):
         }
 
     def checked_depth(self, config: Json) -> int:
+        ours = config.get("model_type") == self.drafter_class.config_class.model_type
         flat = "speculators_model_type" not in config
-        if flat and "markov_head_type" in config:  # an export's block_size counts predicted tokens
+        # An engine's form counts predicted tokens in block_size.
+        if flat and not ours and "markov_head_type" in config:
             return config["block_size"]
         return super().checked_depth(config)
 
