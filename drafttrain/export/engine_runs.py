@@ -200,7 +200,9 @@ class Vllm(ServingEngine):
                 described["memory"] = {"gpu_memory_utilization": round(_ENGINE_SHARE * free, 3)}
             answer = run_side(python, SIDES / "vllm_side.py", described, environment)
         del answer["runs"]  # texts are compared here, not speed
-        for number, read in enumerate(answer.pop("read")):
+        prompts = answer.pop("read", [])
+        for number in job.seen:
+            read = prompts[number]
             if read != job.prompts[number]:
                 raise UserError(
                     f"vLLM {answer['version']} reads prompt {number} as {len(read)} tokens, the target here as "

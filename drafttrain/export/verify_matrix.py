@@ -102,7 +102,7 @@ class DrafterRows:
         if python and engine.name in self.kind.needs_gpu and not torch.cuda.is_available():
             python = ""
             absent = f"it drafts with {trained.kind} on GPUs only"
-        if self.job.seen and not RUNS[engine.name].sees:
+        if python and self.job.seen and not RUNS[engine.name].sees:
             python = ""
             absent = "prompts with images are compared in vLLM alone"
         if not python:
