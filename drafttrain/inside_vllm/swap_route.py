@@ -14,14 +14,12 @@ import argparse
 import asyncio
 import json
 import os
-from typing import Any
 
 from drafttrain.inside_vllm.head_files import SwapRefused
-from drafttrain.inside_vllm.swap_worker import EXTENSION, Vllms
+from drafttrain.inside_vllm.swap_worker import EXTENSION, Answer, Vllms
 
 PATH = "/v1/drafter"
 _OWN = ("127.0.0.1", "::1", "localhost")  # addresses that only this machine reaches
-Answer = dict[str, Any]
 
 
 class DrafterSwapRoute:
@@ -85,10 +83,10 @@ class DrafterSwapRoute:
             before = await self.show()
             checked = await self._ask("check", folder, digest)
             try:
-                after = await self._ask("apply", checked["sha256"])
+                after = await self._ask("apply", str(checked["sha256"]))
             except SwapRefused:
                 # All workers or none.
-                await self._ask("apply", before["sha256"])
+                await self._ask("apply", str(before["sha256"]))
                 raise
             # The old head's keys and values of cached prefixes lower the acceptance, no more. The
             # cache stays while requests hold blocks of it.
