@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import UserError
@@ -62,7 +62,7 @@ class ProvenModel(Protocol):
     num_layers: int
     hidden_size: int
     vocab_size: int
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     max_positions: int | None
     logit_scale: float
     continuation: Any  # of own_cache.py
