@@ -10,6 +10,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from drafttrain.data.chat import decode, text_ids
+from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.images import Picture, PictureStore
 from drafttrain.progress import counted
@@ -106,9 +107,14 @@ def sendable_rows(records: Dataset, target: Target) -> Dataset:
 
 
 def _kept(records: Dataset, keep: Callable[[Json], bool], reason: str) -> Dataset:
-    """The rows to keep; a note counts the others and gives the reason."""
+    """The rows to keep; a note counts the others and gives the reason.
+
+    Raises UserError: none is left.
+    """
     kept = records.filter(keep, desc="checking rows with images")
     left_out = len(records) - len(kept)
+    if len(records) and not len(kept):
+        raise UserError(f"data: none of {counted(left_out, 'rows')} can be read: {reason}")
     if left_out:
         print(f"note: {counted(left_out, 'rows')} left out: {reason}", flush=True)
     return kept

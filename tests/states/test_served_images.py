@@ -194,6 +194,8 @@ def test_rows_that_the_tokenizer_splits_otherwise_are_left_out(shell, target, ca
     kept = sendable_rows(Dataset.from_list(rows), shell)
     assert [len(row["tokens"]) for row in kept] == [len(ids), len(ids) + 1]
     assert "note: 1 row left out: servers read images in chats" in capsys.readouterr().out
+    with pytest.raises(UserError, match="none of 1 row can be read: servers read images in chats"):
+        sendable_rows(Dataset.from_list(rows[1:2]), shell)
 
 
 def test_servers_of_targets_that_see_take_templates_of_requests(shell, tmp_path):
