@@ -176,10 +176,6 @@ def test_runs_with_the_target_and_on_stored_states(built, data, tmp_path, capsys
 
 REFUSED = {
     "on_policy": ({"on_policy": {"share": 0.5}}, "on_policy={'share': 0.5} reads text only"),
-    "target_url": (
-        {"target_url": "http://localhost:1"},
-        "target_url='http://localhost:1' reads text",
-    ),
     "loss": (
         {"loss": "next_token", "kind": "draft_model", "drafter": {}},
         "loss='next_token' reads text only",
@@ -193,8 +189,6 @@ def test_keys_that_read_text_only(built, data, tmp_path, capsys, key):
     words, _ = recipe(tmp_path, built, data, "run", **{"packing": False, **extra})
     assert main(["train", *words]) == 2
     assert message in capsys.readouterr().err
-    assert main(["features", "--data", str(data), "--backend", "vllm"]) == 2
-    assert "backend=vllm reads text only" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
