@@ -22,7 +22,7 @@ alignment:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -229,6 +229,23 @@ class TargetOutput:
 
     features: Tensor  # [b, s, f*h], the inputs of the layers that the drafter reads, concatenated
     last_hidden: Tensor  # [b, s, h], the input of the target's head (after the final norm)
+
+    @staticmethod
+    def of(
+        caught: Mapping[int, Tensor],
+        layers: Sequence[int],
+        last: Tensor,
+    ) -> TargetOutput:
+        """What a forward's hooks caught, on the device of its last states.
+
+        Args:
+            caught: [b, s, h] by feature layer. layers: the ones to concatenate.
+            last: [b, s, h], `last_hidden`.
+        """
+        # A spread target has its states on several devices.
+        parts = [caught[layer].to(last.device) for layer in layers]
+        features = torch.cat(parts, dim=-1) if parts else last[..., :0]
+        return TargetOutput(features, last)
 
 
 class StepOutput(NamedTuple):

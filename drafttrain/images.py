@@ -19,6 +19,7 @@ import secrets
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,7 @@ class Picture:
 
     data: bytes = field(repr=False)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return hashlib.sha256(self.data).hexdigest()
 

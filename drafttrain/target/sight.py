@@ -358,9 +358,8 @@ class Sight:
             shift = int(given[0][-3:].max()) + 1 - len(prompt)
         last = made[0]["last_hidden_state"].to(target.device)
         caught[LAST] = last
-        parts = [caught[layer].to(target.device) for layer in feature_layers]
-        features = torch.cat(parts, dim=-1) if parts else last[..., :0]
-        return _Read(TargetOutput(features, last), shift, whole, made)
+        out = TargetOutput.of(caught, feature_layers, last)
+        return _Read(out, shift, whole, made)
 
     def _assembled(self) -> tuple[nn.Module, nn.Module]:
         """The model below the head and its text part, as copies down to the text part.

@@ -721,9 +721,7 @@ class Target:
         device = input_ids.device  # a spread target has its states on several devices
         last = caught.get(LAST, out.last_hidden_state).to(device)
         caught[LAST] = last
-        parts = [caught[i].to(device) for i in feature_layers]
-        features = torch.cat(parts, dim=-1) if parts else last[..., :0]
-        return TargetOutput(features, last), out
+        return TargetOutput.of(caught, feature_layers, last), out
 
     def unwrapped(self) -> Any | None:
         """Another model of the same class and weights, with the attention that transformers chooses.
