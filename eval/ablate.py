@@ -5,8 +5,8 @@
 
 Each variant is a name and the keys that it sets in the recipe of `--kind`; `kind=` names another recipe. The first is the one
 that the others are compared with. Each is trained once per seed and measured as `compare_kinds.py` does it, which also says how
-trainings share a machine and how an interrupted run goes on. An interval resamples prompts, a prompt with the passes of all
-seeds; what each seed gives alone stands beside it, because no interval over prompts contains the luck of a start.
+trainings share a machine and how an interrupted run goes on. An interval resamples prompts, each
+with the passes of all its seeds. It does not show how much results vary by seed, so the figures of each seed are given too.
 """
 
 from __future__ import annotations

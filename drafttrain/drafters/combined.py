@@ -115,9 +115,11 @@ class CombinedDrafter(Drafter):
     ) -> CombinedSession | None:
         assert isinstance(session, CombinedSession)
         main = self.main.rewind(session.main, prompt_ids, read, max_length)
+        if main is None:
+            return None
         side = self.side.rewind(session.side, prompt_ids, read, max_length)
         # One that went back alone would read features twice.
-        if main is None or side is None:
+        if side is None:
             return None
         return CombinedSession(self, main, side)
 

@@ -79,7 +79,7 @@ def without_weights(config: PretrainedConfig, name: str, fix: str) -> PreTrained
 
 
 def vision_weights(config: PretrainedConfig, name: str, fix: str) -> int:
-    """Weights of what a target has beside its text part; 0 for one that reads no images."""
+    """How many weights a target's vision part has; 0 for one that reads no images."""
     whole = image_class(config)
     if whole is None:
         return 0
