@@ -13,7 +13,7 @@ import pytest
 from drafttrain.data.chat import ChatInputs
 from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
-from drafttrain.evaluation.suites import PUBLIC, Question, load_suite
+from drafttrain.evaluation.suites import Question, load_suite, public_suites
 from drafttrain.files import write_jsonl
 
 ROWS = {
@@ -204,7 +204,7 @@ def write(path, *rows):
 def test_rows_in_the_benchmarks_own_format(tmp_path, name):
     suite = load_suite(f"{name}:{write(tmp_path / 'rows.jsonl', ROWS[name])}")
     (question,) = suite.questions
-    assert suite.license == PUBLIC[name].license
+    assert suite.license == public_suites()[name].license
     if name in EXPECTED:
         assert question == EXPECTED[name]
     elif name == "humaneval":
@@ -218,7 +218,7 @@ def test_rows_in_the_benchmarks_own_format(tmp_path, name):
 
 def test_every_public_suite_is_covered():
     # Those with images: tests/evaluation/test_image_suites.py.
-    texts = {name for name, suite in PUBLIC.items() if not suite.sees}
+    texts = {name for name, suite in public_suites().items() if not suite.sees}
     assert set(ROWS) == {name for name in texts if not name.startswith("speed_bench_")}
 
 
