@@ -105,6 +105,20 @@ def make_target(
     return copy.deepcopy(pristine)
 
 
+def save_target(target: Target, folder: str | os.PathLike[str]) -> None:
+    """Writes a target's model and tokenizer to a folder."""
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+
+
+def loaded_target(folder: str | os.PathLike[str], **shape) -> Target:
+    """A target of `make_target` as it is loaded from a folder."""
+    from drafttrain.target import Target
+
+    save_target(make_target(**shape), folder)
+    return Target.load(str(folder), "float32", "cpu")
+
+
 @functools.cache
 def built_target(shape: str, seed: int) -> tuple[Target, torch.Tensor]:
     """A target, which takes three times as long to build as to copy, and torch's random state behind it."""
@@ -153,8 +167,7 @@ def target() -> Target:
 def saved_target(tmp_path_factory):
     target = make_target()
     folder = tmp_path_factory.mktemp("saved") / "target"
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
+    save_target(target, folder)
     return folder
 
 

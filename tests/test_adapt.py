@@ -25,7 +25,7 @@ from drafttrain.inference import generate
 from drafttrain.inside_vllm.head_files import ROOT, read_head
 from drafttrain.serving.client import parse_metrics
 from drafttrain.watch import Watch, Watched
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 from tests.drafters.helpers import make_drafter
 from tests.serving.fake_server import vllm_page
 from tests.serving.live_server import route_of, serve, write_head
@@ -36,8 +36,7 @@ def served(tmp_path_factory):
     """A folder with a target, an untrained drafter, and a log of 24 answers."""
     place = tmp_path_factory.mktemp("served")
     target = make_target()
-    target.model.save_pretrained(place / "target")
-    target.tokenizer.save_pretrained(place / "target")
+    save_target(target, place / "target")
     drafter = make_drafter(target, ttt_steps=2)
     drafter.save_pretrained(place / "drafter")
     (place / "drafter" / "decoding.json").write_text('{"tree": "chain:2"}')
@@ -228,8 +227,7 @@ def test_mistakes_are_one_line(
 ):
     if "{other}" in more[0]:
         other = make_target(hidden=64)
-        other.model.save_pretrained(tmp_path / "other")
-        other.tokenizer.save_pretrained(tmp_path / "other")
+        save_target(other, tmp_path / "other")
     named = [word.format(target=served / "target", other=tmp_path / "other") for word in more]
     assert main([*words(served, tmp_path / "out"), *named]) == 2
     assert message in capsys.readouterr().err

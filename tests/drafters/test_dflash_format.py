@@ -16,13 +16,13 @@ from drafttrain.drafters.shipping import (
     shipping,
 )
 from drafttrain.errors import UserError
+from tests.conftest import save_target
 from tests.drafters.block_kinds import shaken
 
 
 def exported(target, folder, **options):
     drafter = shaken(DFlash, target, **{"feature_layers": (1, 2, 3), **options})
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
+    save_target(target, folder / "target")
     drafter.config.target["name"] = str(folder / "target")
     drafter.save_pretrained(folder / "ours")
     trained = find_drafter(str(folder / "ours"))

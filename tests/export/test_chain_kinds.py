@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from drafttrain.drafters.registry import META_FILE
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipping
 from drafttrain.errors import UserError
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 from tests.drafters.layer_kinds import make_kind
 
 KEPT = torch.arange(40, 240)
@@ -108,8 +108,7 @@ def test_peagle_files_compute_what_the_drafter_does(tmp_path, options):
 def test_mtp_files_compute_what_the_drafter_does(tmp_path):
     head = trained(tmp_path, "mtp", train_head=False)
     target = make_target(layers=8)
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
+    save_target(target, tmp_path / "target")
     kind = check_expressible(head, "vllm")
     kind.write(
         head,

@@ -21,7 +21,7 @@ from drafttrain.export.tiny_drafters import answered
 from drafttrain.inference import generate_batch
 from drafttrain.plain_yaml import read_yaml
 from drafttrain.target import Target
-from tests.conftest import make_target
+from tests.conftest import loaded_target
 from tests.drafters.helpers import step_inputs
 from tests.drafters.overfitting import overfit
 
@@ -49,10 +49,7 @@ class Tiny(NamedTuple):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
-    built = make_target(layers=8)
-    built.model.save_pretrained(folder)
-    built.tokenizer.save_pretrained(folder)
-    target = Target.load(str(folder), "float32", "cpu")
+    target = loaded_target(folder, layers=8)
     prompts = [list(range(10 + i, 22 + i)) for i in range(2)]
     answers = generate_batch(target, None, prompts, max_new_tokens=40, eos_ids=[])
     return Tiny(target, answered(prompts, [answer.tokens for answer in answers]))

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 
 from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
-from drafttrain.target import Target
-from tests.conftest import make_target
+from tests.conftest import loaded_target
 from tests.drafters.block_kinds import MIXED, block_states, shaken
 
 WHEEL = os.environ.get("NEMO_WHEEL", "")
@@ -57,10 +56,7 @@ def classes(monkeypatch):
 def test_nemo_computes_what_our_drafter_does(tmp_path, classes, kind, form, name, options):
     from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-    built = make_target(layers=8)
-    built.model.save_pretrained(tmp_path / "target")
-    built.tokenizer.save_pretrained(tmp_path / "target")
-    target = Target.load(str(tmp_path / "target"), "float32", "cpu")
+    target = loaded_target(tmp_path / "target", layers=8)
     drafter = shaken(kind_class(kind), target, feature_layers=(1, 2, 3), **WHOLE, **options)
     drafter.save_pretrained(tmp_path / "ours")
     trained = find_drafter(str(tmp_path / "ours"))

@@ -21,7 +21,7 @@ from drafttrain.errors import UserError
 from drafttrain.formats.engines import ENGINES
 from drafttrain.formats.weights import write_checkpoint
 from drafttrain.target import Target
-from tests.conftest import make_target
+from tests.conftest import loaded_target, make_target, save_target
 from tests.drafters.block_kinds import BLOCK_KINDS, shaken
 from tests.drafters.helpers import make_heads
 from tests.drafters.layer_kinds import make_kind
@@ -83,10 +83,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
-    built = make_target(layers=8)
-    built.model.save_pretrained(folder)
-    built.tokenizer.save_pretrained(folder)
-    return Target.load(str(folder), "float32", "cpu")
+    return loaded_target(folder, layers=8)
 
 
 def exported(target, tmp_path, kind, form, dtype=torch.bfloat16, **options):
@@ -205,8 +202,7 @@ def test_an_export_of_another_drafter_is_an_error_of_the_user(target, tmp_path, 
     trained, _ = exported(target, tmp_path / "own", kind, "vllm")
     other = make_target(layers=8, hidden=48, vocab_size=310)
     folder = tmp_path / "target"
-    other.model.save_pretrained(folder)
-    other.tokenizer.save_pretrained(folder)
+    save_target(other, folder)
     _, wrong = exported(
         Target.load(str(folder), "float32", "cpu"), tmp_path / "other", kind, "vllm"
     )

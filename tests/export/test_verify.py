@@ -23,7 +23,7 @@ from drafttrain.export.verify_matrix import DrafterRows
 from drafttrain.formats.engines import ENGINES
 from drafttrain.inference import generate
 from drafttrain.target import Target
-from tests.conftest import make_target, make_tokenizer
+from tests.conftest import make_target, make_tokenizer, save_target
 from tests.drafters.eagle3_files import make_head
 from tests.drafters.layer_kinds import make_kind
 
@@ -85,8 +85,7 @@ def answers(target, change=0, fewer=0):
 def test_mlx_drafts_with_vllms_files(tmp_path, monkeypatch, capsys):
     """Its job names mode, folder and ends; a rule of its own refuses a pruned vocabulary."""
     target = make_target(layers=8)
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
+    save_target(target, tmp_path / "target")
     monkeypatch.setattr(verify_export, "missing", lambda python, package: "")
     jobs = []
 

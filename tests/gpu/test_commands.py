@@ -8,7 +8,7 @@ import pytest
 
 from drafttrain import cli
 from drafttrain.data.store import load_records
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 from tests.gpu.pretend import PretendGpu
 from tests.training.runs import write_recipe
 
@@ -24,8 +24,7 @@ def test_the_commands_run_on_a_gpu(any_gpu, tmp_path, monkeypatch):
     counted = isinstance(any_gpu, PretendGpu)
     target_dir = tmp_path / "target"
     target = make_target(hidden=64)  # FlexAttention needs heads of 16 numbers
-    target.model.save_pretrained(target_dir)
-    target.tokenizer.save_pretrained(target_dir)
+    save_target(target, target_dir)
     prompts = tmp_path / "prompts.jsonl"
     answers = tmp_path / "data"
     prompts.write_text(

@@ -23,7 +23,7 @@ from drafttrain.errors import UserError
 from drafttrain.formats.public_names import shorten
 from drafttrain.hub.upload import check_private
 from drafttrain.target import Target
-from tests.conftest import make_target
+from tests.conftest import loaded_target, make_target
 from tests.drafters.eagle3_files import make_head
 from tests.formats.checkpoints import make_checkpoint
 from tests.hub.hub_server import READ_ONLY, TOKEN, HubServer
@@ -35,10 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def work(tmp_path_factory):
     """A target, a drafter for it with a training record, a suite, data, and an evaluation of the drafter."""
     folder = tmp_path_factory.mktemp("work")
-    built = make_target(layers=8)
-    built.model.save_pretrained(folder / "target")
-    built.tokenizer.save_pretrained(folder / "target")
-    target = Target.load(str(folder / "target"), "float32")
+    target = loaded_target(folder / "target", layers=8)
     make_head(target).save_pretrained(folder / "drafter")
     config = {
         "kind": "eagle3", "target": str(folder / "target"), "data": str(folder / "data"), "loss": "kl", "init": "target",

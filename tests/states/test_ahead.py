@@ -26,7 +26,7 @@ from drafttrain.states.served import Served
 from drafttrain.target import Target
 from drafttrain.training.checkpoint import Checkpoints
 from drafttrain.training.step import TrainingStep
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 from tests.states.fake_state_server import FakeStateServer
 from tests.states.stand_ins import LAYERS, SERVED
 from tests.training.runs import ROOT, TWO, launch, write_data, write_recipe
@@ -171,8 +171,7 @@ def place(tmp_path_factory):
     """(folder of a tiny target, data, the same data with the server's states stored); nobody writes to them."""
     folder = tmp_path_factory.mktemp("streaming")
     target = make_target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
+    save_target(target, folder / "target")
     data = write_data(folder / "data", target)
     stored = folder / "stored"
     shutil.copytree(data, stored)

@@ -49,7 +49,7 @@ def test_the_table_marks_the_families_that_are_compared():
     module = families()
     _, found, text = module.PAGE.read_text().partition(module.BEGIN)
     bold = set(re.findall(r"\*\*([\w-]+)\*\*", text.partition(module.END)[0]))
-    compared = {model_type for model_type, _ in (*fakes.FAMILIES.values(), *fakes.OWN.values())}
+    compared = {each["model_type"] for each in (*fakes.FAMILIES.values(), *fakes.OWN.values())}
     assert found and bold == compared, "run python scripts/target_table.py"
 
 

@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from drafttrain.cli import main
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 from tests.training.runs import ROOT
 
 PAGE = ROOT / "docs" / "tutorials" / "own-data.md"
@@ -38,8 +38,7 @@ def test_every_command_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     target = make_target(layers=8)
-    target.model.save_pretrained("target")
-    target.tokenizer.save_pretrained("target")
+    save_target(target, "target")
     lines = [json.dumps({"prompt": f"Write {number} lines about tea."}) for number in range(24)]
     (tmp_path / "support.jsonl").write_text("\n".join(lines))
     question = {"question_id": 1, "category": "repairs", "turns": ["The chain jumps. Why?"]}
