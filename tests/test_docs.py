@@ -31,8 +31,8 @@ from drafttrain.config import TrainConfig, load_config, parse_overrides
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from scripts import docs_commands
+from tests.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 LANGUAGES = {"bash", "python", "json", "yaml", "text", "jinja", "dockerfile", "cpp"}
 # Programs of others, whose flags this test does not know.

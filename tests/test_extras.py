@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ import tomllib
 from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.extras import EXTRAS, LazyPackage, require
+from tests.files import dump_json
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -114,8 +114,9 @@ def home(tmp_path, monkeypatch):
         "output_dir": "out",
         "dtype": "float32",
     }
-    Path("lora.yaml").write_text(
-        json.dumps({**recipe, "use_cpu": True, "drafter": {"layers": [0, 4], "lora": {"r": 2}}})
+    dump_json(
+        Path("lora.yaml"),
+        {**recipe, "use_cpu": True, "drafter": {"layers": [0, 4], "lora": {"r": 2}}},
     )
 
 

@@ -21,8 +21,8 @@ import torch
 from drafttrain import cli
 from drafttrain.files import write_jsonl
 from tests.data.faulty_server import FaultyServer
+from tests.files import FIXTURES, load_json
 
-FIXTURES = Path(__file__).parent / "fixtures"
 MANY = 24  # conversations
 # Seconds after which a command counts as stuck. The aim is 2; a loaded machine may take far longer, so what
 # blocks a command below blocks it for an hour.
@@ -272,7 +272,7 @@ def test_a_load_test_keeps_its_finished_steps(folder):
         assert command.wait_for(lambda: len(server.requests) > 2)
         command.ends(signal.SIGINT)
     assert not (folder / "server.json").exists()
-    partial = json.loads((folder / "server.json.partial").read_text())
+    partial = load_json(folder / "server.json.partial")
     assert [cell["requests"] for cell in partial["servers"]["url"]["cells"]] == [2]
 
 
@@ -298,7 +298,7 @@ def test_an_evaluation_keeps_finished_prompts(folder, monkeypatch):
     assert 2 < len(kept) < 8 and all(json.loads(line) for line in kept)
     monkeypatch.chdir(folder)
     assert cli.main(words) == 0 and not log.exists()
-    assert json.loads((folder / "r.json").read_text())["overall"]["prompts"] == 7
+    assert load_json(folder / "r.json")["overall"]["prompts"] == 7
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from drafttrain.cli import main, parsed
 from drafttrain.commands import COMMANDS, WITHOUT_RESULT, function_of
 from drafttrain.errors import UserError
 from drafttrain.outcome import conclude, fault, next_command, voice
+from tests.files import FIXTURES
 
 
 def test_next_commands_can_be_pasted(tmp_path):
@@ -120,7 +121,6 @@ def test_every_command_concludes(command):
     )
 
 
-FIXTURES = Path(__file__).parent / "fixtures"
 TARGET = str(FIXTURES / "target")
 WORDS = {
     "T": f"--target {shlex.quote(TARGET)} --dtype float32",

@@ -22,6 +22,7 @@ from drafttrain.data.store import load_records
 from drafttrain.files import write_jsonl
 from tests.data import commands
 from tests.data.faulty_server import ENDLESS, FAULTS, FaultyServer
+from tests.files import load_json
 
 REASONS = {
     "not JSON": {"bad JSON", "HTML", "latin-1", "deep nesting", "empty"},
@@ -156,7 +157,7 @@ def test_every_fault_costs_its_conversation_only(generate, tokenizer):
     assert failed["bad redirect"]["detail"] == "redirects to http://127.0.0.1:9/v1"
     assert failed["bad 413"]["detail"] == '{"error": {"message": "no\\nway"}}'
     assert "choices.0.message.content=None" in failed["bad null content"]["detail"]
-    summary = json.loads((generate.folder / "summary.json").read_text())
+    summary = load_json(generate.folder / "summary.json")
     assert sum(summary["this_run"]["failed"].values()) == len(FAULTS)
 
     with FaultyServer() as server:  # the next run asks for what is missing, from the first turn on

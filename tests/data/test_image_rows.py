@@ -15,6 +15,7 @@ from drafttrain.data.row_formats import checked_messages, parse_row
 from drafttrain.errors import UserError
 from drafttrain.images import BadPicture, PictureStore
 from tests.data.seeing import answer, picture, said, shown, stored, user, write_rows
+from tests.files import load_json
 
 SEE = "What is on the left of this picture?"
 IMAGE = {"type": "image"}
@@ -128,7 +129,7 @@ def test_rows_of_a_file(tmp_path, capsys):
     assert {path.name for path in (output.parent / "images").iterdir()} == names
     found = [row["messages"][0]["content"] for row in lines(output)]
     assert {parts[0]["image"] for parts in found if isinstance(parts, list)} == names
-    counts = json.loads(output.with_name("p.jsonl.summary.json").read_text())
+    counts = load_json(output.with_name("p.jsonl.summary.json"))
     bad = ("duplicate", "image: no such file", "image: broken", "image: URL")
     assert counts["kept"] == 3 and counts["dropped"] == dict.fromkeys(bad, 1)
 

@@ -28,6 +28,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import JsonlLog, write_jsonl
 from drafttrain.inference.responses import Finished, ResponseEngine
 from drafttrain.ops.sampling import SamplingParams
+from tests.files import load_json
 
 TOPICS = ["red", "green", "blue", "slow", "quick", "round", "flat", "small"]
 
@@ -234,7 +235,7 @@ def test_file_source_end_to_end(tmp_path, capsys):
     assert [row["messages"][0]["content"] for row in kept] != [distinct(i) for i in range(20)]
     assert len({row["id"] for row in kept}) == 20
     assert {row["source"] for row in kept} == {"in.jsonl"}
-    summary = json.loads((tmp_path / "out" / "prompts.jsonl.summary.json").read_text())
+    summary = load_json(tmp_path / "out" / "prompts.jsonl.summary.json")
     assert (summary["read"], summary["kept"]) == (24, 20)
     assert summary["dropped"] == {
         "unknown format": 1,

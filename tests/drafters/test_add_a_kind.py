@@ -14,9 +14,9 @@ import torch
 
 from drafttrain import drafters
 from tests.conftest import make_target, save_target
+from tests.files import ROOT
 from tests.training.runs import write_data
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "developer" / "add-a-drafter-kind.md"
 
 SCRIPT = """

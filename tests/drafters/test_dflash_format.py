@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +16,7 @@ from drafttrain.drafters.shipping import (
 from drafttrain.errors import UserError
 from tests.conftest import save_target
 from tests.drafters.block_kinds import shaken
+from tests.files import load_json
 
 
 def exported(target, folder, **options):
@@ -28,7 +27,7 @@ def exported(target, folder, **options):
     trained = find_drafter(str(folder / "ours"))
     request = ExportRequest(folder, torch.float32, str(folder / "target"))
     check_expressible(trained, "vllm").write(trained, "vllm", request)
-    return trained, json.loads((folder / "config.json").read_text())
+    return trained, load_json(folder / "config.json")
 
 
 @pytest.mark.thorough

@@ -16,6 +16,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
 from drafttrain.evaluation.suites import Question, load_suite, public_suites
 from drafttrain.files import write_jsonl
+from tests.files import dump_json
 
 TABLE = yaml.safe_load(Path(__file__).with_name("public_rows.yaml").read_text())
 ROWS = {name: entry["row"] for name, entry in TABLE.items()}
@@ -83,7 +84,7 @@ def test_files_as_the_hub_keeps_them(tmp_path):
     zipped.write_bytes(gzip.compress(json.dumps(ROWS["humaneval"]).encode()))
     assert load_suite(f"humaneval:{zipped}").questions[0].question_id == "HumanEval/0"
     array = tmp_path / "alpaca_data.json"
-    array.write_text(json.dumps([ROWS["alpaca"]] * 2))
+    dump_json(array, [ROWS["alpaca"]] * 2)
     assert len(load_suite(f"alpaca:{array}").questions) == 2
     csv = tmp_path / "test.csv"
     csv.write_text('id,article,highlights\n7,"It rained.",Rain.\n')

@@ -11,6 +11,7 @@ import pytest
 
 from drafttrain.target import Target
 from tests.drafters.layer_kinds import make_kind
+from tests.files import load_json
 from tests.formats.checkpoints import make_checkpoint
 
 EVAL = Path(__file__).resolve().parents[2] / "eval"
@@ -93,7 +94,7 @@ def test_all_sides_answer_the_same_prompts(bench, layers, suite, tmp_path, monke
     monkeypatch.setattr(sys, "argv", ["bench_llama.py", *words.split(), "--output", str(output)])
     bench.main()
 
-    result = json.loads(output.read_text())
+    result = load_json(output)
     asked = [json.loads(line) for line in jobs.read_text().splitlines()]
     ours = [bench.PLAIN, bench.NGRAM, bench.HEAD]
     theirs = [bench.BFLOAT16, bench.Q8_0]

@@ -19,6 +19,7 @@ from drafttrain.formats.engines import ENGINES, FORMATS, SPECULATORS
 from tests.conftest import make_target, save_target
 from tests.drafters.eagle3_files import make_head
 from tests.drafters.layer_kinds import make_kind
+from tests.files import dump_json
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -187,7 +188,7 @@ def test_draft_models_with_more_tokens_than_the_target(tmp_path):
         "drafter_kind": "draft_model",
         "target": {"name": str(tmp_path / "target"), "vocab_size": 300},
     }
-    (tmp_path / "draft" / "drafttrain.json").write_text(json.dumps(meta))
+    dump_json(tmp_path / "draft" / "drafttrain.json", meta)
     trained = find_drafter(str(tmp_path / "draft"))
     kind = shipping("draft_model")
     made = {recipe.engine: recipe for recipe in recipes(trained, "some/draft", "a/b")}

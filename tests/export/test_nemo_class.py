@@ -6,7 +6,6 @@ NEMO_WHEEL names a wheel: pip download --no-deps nemo-automodel==0.7.0
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import types
@@ -20,6 +19,7 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from tests.conftest import loaded_target
 from tests.drafters.block_kinds import MIXED, block_states, shaken
+from tests.files import load_json
 
 WHEEL = os.environ.get("NEMO_WHEEL", "")
 PACKAGE = "nemo_automodel.components.speculative.dflash"
@@ -62,7 +62,7 @@ def test_nemo_computes_what_our_drafter_does(tmp_path, classes, kind, form, name
     trained = find_drafter(str(tmp_path / "ours"))
     request = ExportRequest(tmp_path / "out", torch.float32, target.name)
     shipping(kind).write(trained, form, request)
-    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    described = load_json(tmp_path / "out" / "config.json")
     config = Qwen3Config.from_dict({**described, "architectures": [name]})
     config._attn_implementation = "eager"
     model = getattr(classes[name], name)(config).float().eval()

@@ -5,7 +5,6 @@ Each case is a row of the table in docs/publishing.md. Sources of the forms: doc
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.conftest import loaded_target
 from tests.drafters.block_kinds import BLOCK_KINDS, begun, shaken
 from tests.drafters.helpers import make_batch, make_heads
 from tests.drafters.layer_kinds import make_kind
+from tests.files import dump_json
 
 KEPT = {"half": torch.arange(0, 300, 2), "all": torch.arange(300)}
 PAGE = Path(__file__).parents[2] / "docs" / "publishing.md"
@@ -208,7 +208,7 @@ def test_a_published_form_is_read_drafts_and_is_written_again(target, tmp_path, 
     drafter = make(case, target)
     folder = tmp_path / "published"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(case.config))
+    dump_json(folder / "config.json", case.config)
     weights = {
         name: value.detach().clone()
         for name, value in case.rename(drafter.state_dict(), drafter).items()
@@ -269,7 +269,7 @@ def test_no_key_has_two_rules():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_computed_is_one_line(target, tmp_path, capsys, name, config, message):
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    dump_json(tmp_path / "config.json", config)
     save_file({"fc.weight": torch.zeros(32, 96)}, tmp_path / "model.safetensors")
     command = [
         "import",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +23,7 @@ from tests.conftest import loaded_target, make_target, save_target
 from tests.drafters.block_kinds import BLOCK_KINDS, shaken
 from tests.drafters.helpers import make_heads
 from tests.drafters.layer_kinds import make_kind
+from tests.files import dump_json, load_json
 
 KEPT = torch.arange(40, 240)
 # What `drafttrain verify --output` has under "files"; more keys may come, none may go.
@@ -149,10 +148,8 @@ def test_an_export_drafts_what_the_drafter_does(target, tmp_path, kind, form, op
         with pytest.raises(UserError, match=message):
             shipping(kind).check(trained, folder)
     save_file(weights, file)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "torch_dtype": "bfloat17", "dtype": "bfloat17"})
-    )
+    config = load_json(folder / "config.json")
+    dump_json(folder / "config.json", {**config, "torch_dtype": "bfloat17", "dtype": "bfloat17"})
     with pytest.raises(UserError, match="names dtype='bfloat17'"):
         shipping(kind).check(trained, folder)
 
@@ -270,7 +267,7 @@ def test_verify_writes_the_figures(target, tmp_path, capsys):
         "as an engine loads them, they compute what the drafter does (rounds 2, depth 4"
         in capsys.readouterr().out
     )
-    found = json.loads(report.read_text())
+    found = load_json(report)
     assert KEYS["eagle3"] == found["files"].keys() and "versions" in found and "command" in found
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.target import Target
+from tests.files import FIXTURES
 from tests.fuzz import fuzz, outcome
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 MODELS = "--target target --drafter drafters/eagle3"
 # Every command that writes: its words without the output, and the folder and file that it reads first.
 COMMANDS = {

@@ -25,9 +25,9 @@ from drafttrain.tuning.tune import calibration_prompts
 from tests.conftest import make_target
 from tests.data.records import records_of
 from tests.data.templates.families import FAMILIES
+from tests.files import FIXTURES, dump_json, load_json
 from tests.fuzz import fuzz, json_faults, outcome, seeds, text_faults
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 TARGET = make_target()
 ANSWERED = [
     {
@@ -265,10 +265,8 @@ def test_a_summary_of_prompts(path, fault, seed):
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "Name bread."}]}) + "\n")
     output = path.with_name("done.jsonl")
     output.write_text("{}\n")
-    summary = json.loads((FIXTURES / "prompts.jsonl.summary.json").read_text())
-    output.with_name("done.jsonl.summary.json").write_text(
-        json.dumps(fault.apply(summary, Random(seed)))
-    )
+    summary = load_json(FIXTURES / "prompts.jsonl.summary.json")
+    dump_json(output.with_name("done.jsonl.summary.json"), fault.apply(summary, Random(seed)))
     words = ["prompts", "--source", "file", "--input", str(path), "--output", str(output)]
     args = Namespace(**parsed(words)[1])
     outcome("prompts: summary", fault.name, lambda: prompts.run(args))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.files import ROOT
 from tests.inference import fakes
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "developer" / "add-a-target-family.md"
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from drafttrain.cli import main
 from tests.conftest import make_target, save_target
+from tests.files import dump_json
 from tests.training.runs import ROOT
 
 PAGE = ROOT / "docs" / "tutorials" / "own-data.md"
@@ -42,7 +43,7 @@ def test_every_command_runs(tmp_path, monkeypatch, capsys):
     lines = [json.dumps({"prompt": f"Write {number} lines about tea."}) for number in range(24)]
     (tmp_path / "support.jsonl").write_text("\n".join(lines))
     question = {"question_id": 1, "category": "repairs", "turns": ["The chain jumps. Why?"]}
-    (tmp_path / "heldout.jsonl").write_text(json.dumps(question))
+    dump_json(tmp_path / "heldout.jsonl", question)
 
     def run(words: list[str]) -> str:
         words = [word.replace("smollm2-135m", "target") for word in words]
