@@ -12,6 +12,8 @@ import shutil
 import signal
 from typing import TYPE_CHECKING
 
+from tests.files import dump_jsonl
+
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's background job ignores it, and so would every subprocess
@@ -181,5 +183,5 @@ def target_dir(tmp_path, target, saved_target):
 def suite(tmp_path):
     """The path of a suite of QUESTIONS."""
     path = tmp_path / "suite.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    dump_jsonl(path, QUESTIONS)
     return path

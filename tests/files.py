@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,3 +17,11 @@ def load_json(path: Path) -> Any:
 
 def dump_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content))
+
+
+def load_jsonl(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+def dump_jsonl(path: Path, rows: Iterable[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -31,7 +31,7 @@ from drafttrain.config import TrainConfig, load_config, parse_overrides
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from scripts import docs_commands
-from tests.files import ROOT
+from tests.files import FIXTURES, ROOT
 
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 LANGUAGES = {"bash", "python", "json", "yaml", "text", "jinja", "dockerfile", "cpp"}
@@ -303,14 +303,13 @@ def test_marks_are_read(tmp_path):
 def made(tmp_path_factory):
     """A folder like a user's: a target named smollm2-135m, the project's folders, and what pages name in runs/."""
     folder = tmp_path_factory.mktemp("docs")
-    fixtures = ROOT / "tests" / "fixtures"
-    shutil.copytree(fixtures / "target", folder / "target")  # its name in the data set
+    shutil.copytree(FIXTURES / "target", folder / "target")  # its name in the data set
     for name in ("configs", "eval", "drafttrain", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     for name, source in {"drafter": "drafters/eagle3", "data": "data", "legal": "data"}.items():
-        shutil.copytree(fixtures / source, folder / "runs" / name)
+        shutil.copytree(FIXTURES / source, folder / "runs" / name)
     for name, source in {"results": "eagle3", "hot": "sampled", "other": "off"}.items():
-        shutil.copy(fixtures / "results" / f"{source}.json", folder / "runs" / f"{name}.json")
+        shutil.copy(FIXTURES / "results" / f"{source}.json", folder / "runs" / f"{name}.json")
     (folder / "corpus.txt").write_text("One river.\nTwo rivers.\n" * 40)
     return folder
 

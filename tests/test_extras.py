@@ -17,10 +17,8 @@ import tomllib
 from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.extras import EXTRAS, LazyPackage, require
-from tests.files import dump_json
+from tests.files import FIXTURES, ROOT, dump_json
 
-ROOT = Path(__file__).resolve().parents[1]
-FIXTURES = ROOT / "tests" / "fixtures"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Commands that a core installation runs, and others with the package that they need; in a copy of tests/fixtures.

@@ -19,7 +19,7 @@ from drafttrain.files import write_jsonl
 from tests.conftest import CHAT_TEMPLATE, make_tokenizer
 from tests.data.commands import generate
 from tests.data.faulty_server import Handler, LocalServer, chat, completion
-from tests.files import load_json
+from tests.files import load_json, load_jsonl
 
 
 class Server(LocalServer):
@@ -530,7 +530,7 @@ def test_prompts_are_written_by_servers(target_dir, tmp_path, tokenizer, capsys)
         server.ids = lambda body: probe(body) if body["max_tokens"] == 1 else ids(body)
         assert write(target_dir, tmp_path / "p.jsonl", "--url", server.url) == 0
         asked = [body for _, body in server.requests]
-    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    rows = load_jsonl(tmp_path / "p.jsonl")
     said = " ".join(capsys.readouterr().out.split())
     assert len(rows) == 6 and all(
         row["messages"][0]["content"].startswith("Please tell me") for row in rows

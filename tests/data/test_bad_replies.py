@@ -22,7 +22,7 @@ from drafttrain.data.store import load_records
 from drafttrain.files import write_jsonl
 from tests.data import commands
 from tests.data.faulty_server import ENDLESS, FAULTS, FaultyServer
-from tests.files import load_json
+from tests.files import load_json, load_jsonl
 
 REASONS = {
     "not JSON": {"bad JSON", "HTML", "latin-1", "deep nesting", "empty"},
@@ -112,11 +112,7 @@ def stored(folder) -> dict[str, dict]:
 
 def listed(folder) -> dict[str, dict]:
     path = folder / "failed-0000.jsonl"
-    return (
-        {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
-        if path.is_file()
-        else {}
-    )
+    return {row["id"]: row for row in load_jsonl(path)} if path.is_file() else {}
 
 
 @pytest.mark.parametrize("schema", [ChatReply, TextReply, IdsReply, ModelList])
@@ -331,7 +327,7 @@ def test_the_list_of_failures(tmp_path):
     for key, reason in (("a", "HTTP 500"), ("b", "not JSON"), ("c", "HTTP 500")):
         failures.add(key, BadReply(reason, "line one\nline \ud800 two \x1b[31m"))
     assert str(failures) == "HTTP 500 2, not JSON 1"
-    rows = [json.loads(line) for line in failures.path.read_text().splitlines()]
+    rows = load_jsonl(failures.path)
     assert [row["id"] for row in rows] == ["old", "a", "b", "c"] and rows[1][
         "detail"
     ] == "line one line   two  [31m"

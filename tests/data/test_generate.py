@@ -18,7 +18,7 @@ from drafttrain.files import write_jsonl
 from drafttrain.target import Target
 from tests.data import commands
 from tests.data.templates.families import FOLDER
-from tests.files import load_json
+from tests.files import dump_jsonl, load_json
 
 
 def chat(key: str, *users: str, system: str = "") -> dict:
@@ -563,7 +563,7 @@ def test_prompts_that_the_template_does_not_read_name_the_fix(target_dir, tmp_pa
 )
 def test_existing_conversations_that_teach_nothing(target_dir, tmp_path, capsys, row, message):
     path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps(row) + "\n")
+    dump_jsonl(path, [row])
     assert generate(target_dir, path, tmp_path / "out", "--backend", "existing") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert (
@@ -574,7 +574,7 @@ def test_existing_conversations_that_teach_nothing(target_dir, tmp_path, capsys,
         "id": "good",
         "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}],
     }
-    path.write_text(json.dumps(row) + "\n" + json.dumps(answered) + "\n")
+    dump_jsonl(path, [row, answered])
     assert generate(target_dir, path, tmp_path / "out", "--backend", "existing") == 0
     out = tmp_path / "out"
     *_, last, wrote, then = capsys.readouterr().out.splitlines()

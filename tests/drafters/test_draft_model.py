@@ -39,8 +39,7 @@ from tests.drafters.layer_kinds import check_padding
 from tests.drafters.overfitting import overfit
 from tests.files import load_json
 from tests.inference.fakes import FAMILIES, VOCAB, family
-
-needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+from tests.marks import needs_compiler
 
 
 def other_rows(target, rows, seed=2):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from tests.files import load_json
+from tests.files import ROOT, load_json
 from tests.formats.checkpoints import make_checkpoint
 
-EVAL = Path(__file__).resolve().parents[2] / "eval"
+EVAL = ROOT / "eval"
 # Answers every prompt with its own tokens, reversed; a second each.
 STAND_IN = f"""#!{sys.executable}
 import json, sys

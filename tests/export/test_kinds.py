@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ from drafttrain.formats.engines import ENGINES, FORMATS, SPECULATORS
 from tests.conftest import make_target, save_target
 from tests.drafters.eagle3_files import make_head
 from tests.drafters.layer_kinds import make_kind
-from tests.files import dump_json
+from tests.files import ROOT, dump_json
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 
 
 @pytest.fixture

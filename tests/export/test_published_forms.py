@@ -28,10 +28,10 @@ from tests.conftest import loaded_target
 from tests.drafters.block_kinds import BLOCK_KINDS, begun, shaken
 from tests.drafters.helpers import make_batch, make_heads
 from tests.drafters.layer_kinds import make_kind
-from tests.files import dump_json
+from tests.files import ROOT, dump_json
 
 KEPT = {"half": torch.arange(0, 300, 2), "all": torch.arange(300)}
-PAGE = Path(__file__).parents[2] / "docs" / "publishing.md"
+PAGE = ROOT / "docs" / "publishing.md"
 TABLE = yaml.safe_load(Path(__file__).with_name("published_forms.yaml").read_text())
 
 

@@ -19,10 +19,10 @@ from drafttrain.errors import UserError
 from drafttrain.train import check_goes_on
 from drafttrain.training.checkpoint import find_checkpoint
 from drafttrain.training.limits import TimeBudget
-from tests.files import load_json
+from tests.files import FIXTURES, load_json
 from tests.fuzz import file_faults, fuzz, json_faults, outcome, seeds
 
-RUN = Path(__file__).parents[1] / "fixtures" / "run"
+RUN = FIXTURES / "run"
 FILES = ("trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 
 

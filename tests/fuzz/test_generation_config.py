@@ -16,10 +16,10 @@ from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.target import Target, load_shell
-from tests.files import dump_json, load_json
+from tests.files import FIXTURES, dump_json, load_json
 from tests.fuzz import file_faults, fuzz, json_faults, outcome, seeds, text_faults
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "target"
+FIXTURE = FIXTURES / "target"
 VALID = load_json(FIXTURE / "generation_config.json") | {
     "eos_token_id": [261, 262],
     "repetition_penalty": 1.2,

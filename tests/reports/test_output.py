@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.reports.report import MOST_DEPTHS, print_results
-from tests.files import load_json
+from tests.files import FIXTURES, load_json
 
-RESULTS = next((Path(__file__).resolve().parents[1] / "fixtures" / "results").glob("*.json"))
+RESULTS = next((FIXTURES / "results").glob("*.json"))
 HEADINGS = [
     "category",
     "prompts",
