@@ -37,30 +37,79 @@ PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONT
 LANGUAGES = {"bash", "python", "json", "yaml", "text", "jinja", "dockerfile", "cpp"}
 # Programs of others, whose flags this test does not know.
 OTHERS = {
-    "apt", "apt-get", "cd", "cmake", "cp", "curl", "docker", "echo", "export", "git", "hf", "jq", "llama-server", "ls", "mkdir",
-    "mlx-dspark", "mooncake_master", "nvidia-smi", "pip", "printf", "pre-commit", "python3", "ray", "source", "vllm",
-}  # fmt: skip
+    "apt",
+    "apt-get",
+    "cd",
+    "cmake",
+    "cp",
+    "curl",
+    "docker",
+    "echo",
+    "export",
+    "git",
+    "hf",
+    "jq",
+    "llama-server",
+    "ls",
+    "mkdir",
+    "mlx-dspark",
+    "mooncake_master",
+    "nvidia-smi",
+    "pip",
+    "printf",
+    "pre-commit",
+    "python3",
+    "ray",
+    "source",
+    "vllm",
+}
 # Pages whose blocks run in tests, in order, in one process and folder; the first ones by default.
 QUICK = ["how-to/diagnose.md", "how-to/trace.md"]
 SLOW = [
-    "how-to/adaptive.md", "how-to/batches-and-threads.md", "how-to/choose-a-loss.md", "how-to/continue-a-drafter.md",
-    "how-to/decode.md", "how-to/draft-model.md", "how-to/evaluate.md", "how-to/resume.md", "how-to/store-features.md",
-    "how-to/report.md", "how-to/sweep.md", "how-to/train.md", "how-to/tune.md",
+    "how-to/adaptive.md",
+    "how-to/batches-and-threads.md",
+    "how-to/choose-a-loss.md",
+    "how-to/continue-a-drafter.md",
+    "how-to/decode.md",
+    "how-to/draft-model.md",
+    "how-to/evaluate.md",
+    "how-to/resume.md",
+    "how-to/store-features.md",
+    "how-to/report.md",
+    "how-to/sweep.md",
+    "how-to/train.md",
+    "how-to/tune.md",
     "how-to/without-training.md",
-]  # fmt: skip
+]
 # Settings that end a command within seconds, after those of the page.
 SMALL = {
     "prompts": ["--count", "4", "--max-prompt-tokens", "16"],
     "generate": ["--max-new-tokens", "12"],
     "eval": ["--limit", "1", "--max-new-tokens", "4", "--baselines", "autoregressive"],
     "tune": ["--max-new-tokens", "16", "--dry-run"],
-    "sweep": ["--limit", "2", "--max-new-tokens", "4", "--batch-sizes", "1,2", "--lengths", "1,2", "--contexts", "0,16"],
+    "sweep": [
+        "--limit",
+        "2",
+        "--max-new-tokens",
+        "4",
+        "--batch-sizes",
+        "1,2",
+        "--lengths",
+        "1,2",
+        "--contexts",
+        "0,16",
+    ],
     "trace": ["--max-new-tokens", "6"],
-}  # fmt: skip
+}
 TRAIN = [
-    "max_steps=2", "max_length=64", "decode_prompts=1", "decode_tokens=4", "use_cpu=true", "validation=0.2",
+    "max_steps=2",
+    "max_length=64",
+    "decode_prompts=1",
+    "decode_tokens=4",
+    "use_cpu=true",
+    "validation=0.2",
     "per_device_train_batch_size=2",
-]  # fmt: skip
+]
 OPTIONS = {  # by recipe: sizes of the fixtures
     "eagle3": ["drafter.draft_vocab_size=128", "drafter.num_key_value_heads=1"],
     "draft_model": ["drafter.layers=[0,1]"],
@@ -292,8 +341,9 @@ def test_marks_are_read(tmp_path):
         "<!-- not run: needs a GPU -->\n```bash\nls\n```\n\n- item\n\n  ```text\n  x\n  ```\n"
     )
     assert [(one.language, one.text, one.mark) for one in blocks(page)] == [
-        ("bash", "ls\n", "not run: needs a GPU"), ("text", "x\n", ""),
-    ]  # fmt: skip
+        ("bash", "ls\n", "not run: needs a GPU"),
+        ("text", "x\n", ""),
+    ]
 
 
 # -- pages that run ------------------------------------------------------------------------------------------------------

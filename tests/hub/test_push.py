@@ -37,9 +37,16 @@ def work(tmp_path_factory):
     target = loaded_target(folder / "target", layers=8)
     make_head(target).save_pretrained(folder / "drafter")
     config = {
-        "kind": "eagle3", "target": str(folder / "target"), "data": str(folder / "data"), "loss": "kl", "init": "target",
-        "output_dir": str(folder / "drafter"), "max_length": 512, "drafter": {"ttt_steps": 4}, "trainer": {"seed": 3},
-    }  # fmt: skip
+        "kind": "eagle3",
+        "target": str(folder / "target"),
+        "data": str(folder / "data"),
+        "loss": "kl",
+        "init": "target",
+        "output_dir": str(folder / "drafter"),
+        "max_length": 512,
+        "drafter": {"ttt_steps": 4},
+        "trainer": {"seed": 3},
+    }
     record = {
         "config": config,
         "steps": 12,
@@ -140,8 +147,18 @@ def test_a_published_head_loads_without_warnings(work, tmp_path, monkeypatch):
 
 
 def test_a_card_shows_what_engines_accepted(work, tmp_path, capsys):
-    row = {"kind": "eagle3", "engine": "vLLM", "release": "0.32.0", "loads": True, "same_text": 6, "prompts": 6, "rounds": 40,
-           "accepted_length": 1.25, "ours": 1.3, "verdict": "same"}  # fmt: skip
+    row = {
+        "kind": "eagle3",
+        "engine": "vLLM",
+        "release": "0.32.0",
+        "loads": True,
+        "same_text": 6,
+        "prompts": 6,
+        "rounds": 40,
+        "accepted_length": 1.25,
+        "ours": 1.3,
+        "verdict": "same",
+    }
     other = {**row, "engine": "SGLang", "prompts": None, "accepted_length": None, "ours": None}
     verified = tmp_path / "verify.json"
     dump_json(verified, {"rows": [row, other]})
@@ -215,9 +232,16 @@ def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, cap
     files = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
     names = {str(path) for path in files if not path.name.startswith(".")}  # hidden ones stay here
     assert names == {
-        "README.md", "config.json", "model.safetensors", "speculators/config.json", "speculators/model.safetensors",
-        "decoding.json", "training.json", "results/1-suite-t0.json", "plots/results.png",
-    }  # fmt: skip
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "speculators/config.json",
+        "speculators/model.safetensors",
+        "decoding.json",
+        "training.json",
+        "results/1-suite-t0.json",
+        "plots/results.png",
+    }
     assert all(name in printed for name in names) and "dry run: nothing was uploaded" in printed
     for name in names:
         if not name.endswith((".png", ".safetensors")):
@@ -404,9 +428,14 @@ def run_against(
     """Commands in one process whose Hub is the server; their status, and what each printed and complained of."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
-        "HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*",
-        "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }  # fmt: skip
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "*",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
     done = subprocess.run([sys.executable, "-c", _DRIVER], input=json.dumps(commands), env=environment, capture_output=True,
                           text=True, cwd=home, check=False, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

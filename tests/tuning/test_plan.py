@@ -24,14 +24,28 @@ from tests.files import ROOT, dump_json, load_json
 
 KERNELS = ("drafttrain.ops.tree_attention_kernels", "drafttrain.ops.divergence_kernels")
 SHAPES = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
 TRAINED = 10**9
 SETTING = Setting(
-    rows=4, length=1024, eval_rows=0, prompt=128, gpu=True, target_dtype=torch.bfloat16, half=True, checkpointing=False,
+    rows=4,
+    length=1024,
+    eval_rows=0,
+    prompt=128,
+    gpu=True,
+    target_dtype=torch.bfloat16,
+    half=True,
+    checkpointing=False,
     states="online",
-)  # fmt: skip
+)
 
 
 def linear_step(setting):
@@ -80,10 +94,16 @@ def memory(linear):
 def recipe(tmp_path):
     dump_json(tmp_path / "target.json", SHAPES)
     keys = {
-        "kind": "eagle3", "target": "nobody/tiny", "data": "none", "output_dir": str(tmp_path / "out"),
-        "drafter": {"draft_vocab_size": 500, "ttt_steps": 2}, "max_length": 128, "gradient_checkpointing": False,
-        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
-    }  # fmt: skip
+        "kind": "eagle3",
+        "target": "nobody/tiny",
+        "data": "none",
+        "output_dir": str(tmp_path / "out"),
+        "drafter": {"draft_vocab_size": 500, "ttt_steps": 2},
+        "max_length": 128,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+    }
     path = tmp_path / "eagle3.yaml"
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
     return str(path)
@@ -196,8 +216,9 @@ def test_advice_takes_the_least_harmful_change_that_fits(linear, recipe):
     tight = plan(recipe, words, Job(device="h100", gpu_memory=39))
     assert not tight.fits and tight.largest["rows"] < 32
     assert [line.partition(":")[0] for line in tight.advice] == [
-        "gradient_checkpointing=true", "per_device_train_batch_size=16 gradient_accumulation_steps=2",
-    ]  # fmt: skip
+        "gradient_checkpointing=true",
+        "per_device_train_batch_size=16 gradient_accumulation_steps=2",
+    ]
     assert "states from vLLM" in plan(recipe, words, Job(device="h100", gpu_memory=28)).advice[0]
     assert (
         plan(recipe, words, Job(device="h100", gpu_memory=15))
@@ -450,11 +471,23 @@ def test_a_native_module_is_counted_with_its_experts(recipe, tmp_path, monkeypat
     monkeypatch.setattr(plan_memory, "_MOST_TOKENS", 256)
     monkeypatch.setattr(Memory, "most", lambda *_: 0)
     shapes = {
-        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000, "kv_lora_rank": 16,
-        "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 16, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 16,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "kv_lora_rank": 16,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    }
     file = tmp_path / "target.json"
     rates = []
     words = [
