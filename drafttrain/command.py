@@ -33,7 +33,7 @@ from typing import (
     get_origin,
 )
 
-from drafttrain.errors import UserError, did_you_mean, shown
+from drafttrain.errors import UserError, did_you_mean, shown, text_of
 from drafttrain.values import (
     AnyText,
     Commas,
@@ -666,7 +666,7 @@ def explained(error: CycloptsError, name: str, function: Function) -> str:
         except UserError as problem:
             return str(problem)
     error.verbose = False
-    return f"{' '.join(str(error).split())}; {see}"
+    return f"{text_of(error)}; {see}"
 
 
 def shell_of(function: Function, switches: Mapping[str, str]) -> Function:
@@ -686,8 +686,6 @@ def shell_of(function: Function, switches: Mapping[str, str]) -> Function:
 
 def _shown(one: inspect.Parameter, function: Function) -> inspect.Parameter:
     """A parameter as cyclopts shows it: the type of its word, help, choices and default."""
-    from cyclopts import Parameter
-
     kind = required(kinds_of(function)[one.name])
     item = item_of(kind)
     base: Kind = _base(item)
@@ -715,37 +713,38 @@ def _shown(one: inspect.Parameter, function: Function) -> inspect.Parameter:
         default = ",".join(map(str, default))
     if default is None:
         base = base | None
-    annotation = Annotated[base, Parameter(**options)]
-    return inspect.Parameter(one.name, how, default=default, annotation=annotation)
+    return _flag(one.name, base, default, options).replace(kind=how)
+
+
+def _flag(
+    key: str,
+    kind: Kind,
+    default: object,
+    options: Values,
+) -> inspect.Parameter:
+    """A flag, with cyclopts' options."""
+    from cyclopts import Parameter
+
+    annotation = Annotated[kind, Parameter(**options)]
+    return inspect.Parameter(
+        key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def _switch(name: str, text: str) -> inspect.Parameter:
-    from cyclopts import Parameter
-
-    annotation = Annotated[bool, Parameter(help=text, show_default=False)]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation
-    )
+    return _flag(name, bool, False, {"help": text, "show_default": False})
 
 
 def _key(line: KeyLine) -> inspect.Parameter:
     """A key of a recipe as help shows it, with its default as text, and as shells complete it."""
-    from cyclopts import Parameter
-
     name, _, default, meaning = line
-    has_default = default not in (None, "", {})
-    how = Parameter(
-        name=f"--{name}",
-        group="Keys of a recipe",
-        help=meaning,
-        show_default=has_default,
-    )
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=str(default).lower(),
-        annotation=Annotated[str, how],
-    )
+    options: Values = {
+        "name": f"--{name}",
+        "group": "Keys of a recipe",
+        "help": meaning,
+        "show_default": default not in (None, "", {}),
+    }
+    return _flag(name, str, str(default).lower(), options)
 
 
 def _as_words(kind: Kind, tokens: Sequence[Token]) -> str | list[str]:

@@ -49,6 +49,11 @@ def did_you_mean(
     return ""
 
 
+def text_of(error: BaseException) -> str:
+    """A library's error as one line, or its type's name where it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a library's error, or its type's name where it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from drafttrain.errors import UserError, shown
+from drafttrain.errors import UserError, shown, text_of
 
 MOST_LEVELS = 32
 _MOST_VALUES = 10_000  # aliases counted each time
@@ -94,8 +94,7 @@ def read_yaml(text: str, where: str) -> Any:
         raise UserError(large) from error
     except Exception as error:
         # Besides YAMLError: numbers of 5000 digits, impossible dates, empty tags, deep nesting.
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{where} is not valid YAML: {reason[:300]}") from error
+        raise UserError(f"{where} is not valid YAML: {text_of(error)[:300]}") from error
 
     waiting: list[tuple[str, object]] = [("", found)]
     while waiting:

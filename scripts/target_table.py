@@ -24,7 +24,7 @@ from tests.inference import fakes  # noqa: E402
 PAGE = ROOT / "docs" / "targets.md"
 BEGIN = "<!-- families: written by scripts/target_table.py -->\n"
 END = "<!-- end of families -->\n"
-_KNOWN = {model_type: name for name, (model_type, _) in {**fakes.FAMILIES, **fakes.OWN}.items()}
+_KNOWN = {each["model_type"]: name for name, each in {**fakes.FAMILIES, **fakes.OWN}.items()}
 _PACKED = "packed trees"
 _UNBUILT = "not tried: no tiny model of these sizes"
 

@@ -12,6 +12,8 @@ import shutil
 import signal
 from typing import TYPE_CHECKING
 
+from tests.files import dump_jsonl
+
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's background job ignores it, and so would every subprocess
@@ -105,6 +107,20 @@ def make_target(
     return copy.deepcopy(pristine)
 
 
+def save_target(target: Target, folder: str | os.PathLike[str]) -> None:
+    """Writes a target's model and tokenizer to a folder."""
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+
+
+def loaded_target(folder: str | os.PathLike[str], **shape) -> Target:
+    """A target of `make_target` as it is loaded from a folder."""
+    from drafttrain.target import Target
+
+    save_target(make_target(**shape), folder)
+    return Target.load(str(folder), "float32", "cpu")
+
+
 @functools.cache
 def built_target(shape: str, seed: int) -> tuple[Target, torch.Tensor]:
     """A target, which takes three times as long to build as to copy, and torch's random state behind it."""
@@ -153,8 +169,7 @@ def target() -> Target:
 def saved_target(tmp_path_factory):
     target = make_target()
     folder = tmp_path_factory.mktemp("saved") / "target"
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
+    save_target(target, folder)
     return folder
 
 
@@ -168,5 +183,5 @@ def target_dir(tmp_path, target, saved_target):
 def suite(tmp_path):
     """The path of a suite of QUESTIONS."""
     path = tmp_path / "suite.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    dump_jsonl(path, QUESTIONS)
     return path

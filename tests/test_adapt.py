@@ -25,8 +25,9 @@ from drafttrain.inference import generate
 from drafttrain.inside_vllm.head_files import ROOT, read_head
 from drafttrain.serving.client import parse_metrics
 from drafttrain.watch import Watch, Watched
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 from tests.drafters.helpers import make_drafter
+from tests.files import load_jsonl
 from tests.serving.fake_server import vllm_page
 from tests.serving.live_server import route_of, serve, write_head
 
@@ -36,8 +37,7 @@ def served(tmp_path_factory):
     """A folder with a target, an untrained drafter, and a log of 24 answers."""
     place = tmp_path_factory.mktemp("served")
     target = make_target()
-    target.model.save_pretrained(place / "target")
-    target.tokenizer.save_pretrained(place / "target")
+    save_target(target, place / "target")
     drafter = make_drafter(target, ttt_steps=2)
     drafter.save_pretrained(place / "drafter")
     (place / "drafter" / "decoding.json").write_text('{"tree": "chain:2"}')
@@ -117,7 +117,7 @@ def test_a_better_version_serves_and_text_stays(
                 row["prompt_token_ids"],
                 max_new_tokens=12,
             )
-            for row in map(json.loads, (served / "log.jsonl").read_text().splitlines()[:8])
+            for row in load_jsonl(served / "log.jsonl")[:8]
         ]
         passes.append(sum(it.stats.target_passes for it in made))
         logged = [
@@ -228,8 +228,7 @@ def test_mistakes_are_one_line(
 ):
     if "{other}" in more[0]:
         other = make_target(hidden=64)
-        other.model.save_pretrained(tmp_path / "other")
-        other.tokenizer.save_pretrained(tmp_path / "other")
+        save_target(other, tmp_path / "other")
     named = [word.format(target=served / "target", other=tmp_path / "other") for word in more]
     assert main([*words(served, tmp_path / "out"), *named]) == 2
     assert message in capsys.readouterr().err
@@ -249,7 +248,7 @@ def test_one_folder_continues_one_drafter(
 
 
 def journal_of(output):
-    return [json.loads(line) for line in (output / "journal.jsonl").read_text().splitlines()]
+    return load_jsonl(output / "journal.jsonl")
 
 
 @pytest.mark.thorough
@@ -433,5 +432,5 @@ def test_killed_at_any_moment_nothing_is_lost(
         LatestDrafter(str(output / "current"), make_target())
     found = once(served, output, capsys, "--every=4", "--passes=2")
     assert found["read"] == 24 and found["unusable"] == 0
-    rows = [json.loads(line) for line in (output / "state.jsonl").read_text().splitlines()[1:]]
+    rows = load_jsonl(output / "state.jsonl")[1:]
     assert sorted(row["number"] for row in rows) == list(range(1, 25))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -15,6 +14,7 @@ from drafttrain.errors import UserError
 from drafttrain.inference.sequence import TextStream
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.helpers import make_drafter
+from tests.files import load_json
 from tests.inference.fakes import hf_greedy
 
 TEXT = "hello there"
@@ -233,7 +233,7 @@ def test_evaluate_gives_the_results_of_the_command(target_dir, tmp_path):
     assert results["command"][:3] == ["drafttrain", "eval", f"--target={target_dir}"]
     assert "--drafter=ngram" in results["command"]
     assert results["kind"] == "ngram" and results["overall"]["prompts"] == 1
-    assert results == json.loads((tmp_path / "r.json").read_text())
+    assert results == load_json(tmp_path / "r.json")
     with pytest.raises(
         UserError,
         match="evaluate: colour= is no option of it; there are target, drafter, output, tokenizer",

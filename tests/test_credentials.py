@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from drafttrain.cli import main
 from drafttrain.train import setup
+from tests.files import load_json
 from tests.serving.fake_server import FakeServer
 
 SECRETS = {
@@ -63,7 +63,7 @@ def test_a_load_test_records_the_server_without_its_password(tmp_path, capsys, m
         monkeypatch.setattr("sys.argv", ["drafttrain", *command, *more])
         assert main([*command, *more]) == 0
     check_nothing_leaks(tmp_path, capsys)
-    written = json.loads((tmp_path / "server.json").read_text())
+    written = load_json(tmp_path / "server.json")
     assert "***@" in written["servers"]["url"]["url"] and "OPENAI_API_KEY" in written["command"]
 
 

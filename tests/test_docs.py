@@ -31,36 +31,85 @@ from drafttrain.config import TrainConfig, load_config, parse_overrides
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from scripts import docs_commands
+from tests.files import FIXTURES, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 LANGUAGES = {"bash", "python", "json", "yaml", "text", "jinja", "dockerfile", "cpp"}
 # Programs of others, whose flags this test does not know.
 OTHERS = {
-    "apt", "apt-get", "cd", "cmake", "cp", "curl", "docker", "echo", "export", "git", "hf", "jq", "llama-server", "ls", "mkdir",
-    "mlx-dspark", "mooncake_master", "nvidia-smi", "pip", "printf", "pre-commit", "python3", "ray", "source", "vllm",
-}  # fmt: skip
+    "apt",
+    "apt-get",
+    "cd",
+    "cmake",
+    "cp",
+    "curl",
+    "docker",
+    "echo",
+    "export",
+    "git",
+    "hf",
+    "jq",
+    "llama-server",
+    "ls",
+    "mkdir",
+    "mlx-dspark",
+    "mooncake_master",
+    "nvidia-smi",
+    "pip",
+    "printf",
+    "pre-commit",
+    "python3",
+    "ray",
+    "source",
+    "vllm",
+}
 # Pages whose blocks run in tests, in order, in one process and folder; the first ones by default.
 QUICK = ["how-to/diagnose.md", "how-to/trace.md"]
 SLOW = [
-    "how-to/adaptive.md", "how-to/batches-and-threads.md", "how-to/choose-a-loss.md", "how-to/continue-a-drafter.md",
-    "how-to/decode.md", "how-to/draft-model.md", "how-to/evaluate.md", "how-to/resume.md", "how-to/store-features.md",
-    "how-to/report.md", "how-to/sweep.md", "how-to/train.md", "how-to/tune.md",
+    "how-to/adaptive.md",
+    "how-to/batches-and-threads.md",
+    "how-to/choose-a-loss.md",
+    "how-to/continue-a-drafter.md",
+    "how-to/decode.md",
+    "how-to/draft-model.md",
+    "how-to/evaluate.md",
+    "how-to/resume.md",
+    "how-to/store-features.md",
+    "how-to/report.md",
+    "how-to/sweep.md",
+    "how-to/train.md",
+    "how-to/tune.md",
     "how-to/without-training.md",
-]  # fmt: skip
+]
 # Settings that end a command within seconds, after those of the page.
 SMALL = {
     "prompts": ["--count", "4", "--max-prompt-tokens", "16"],
     "generate": ["--max-new-tokens", "12"],
     "eval": ["--limit", "1", "--max-new-tokens", "4", "--baselines", "autoregressive"],
     "tune": ["--max-new-tokens", "16", "--dry-run"],
-    "sweep": ["--limit", "2", "--max-new-tokens", "4", "--batch-sizes", "1,2", "--lengths", "1,2", "--contexts", "0,16"],
+    "sweep": [
+        "--limit",
+        "2",
+        "--max-new-tokens",
+        "4",
+        "--batch-sizes",
+        "1,2",
+        "--lengths",
+        "1,2",
+        "--contexts",
+        "0,16",
+    ],
     "trace": ["--max-new-tokens", "6"],
-}  # fmt: skip
+}
 TRAIN = [
-    "max_steps=2", "max_length=64", "decode_prompts=1", "decode_tokens=4", "use_cpu=true", "validation=0.2",
+    "max_steps=2",
+    "max_length=64",
+    "decode_prompts=1",
+    "decode_tokens=4",
+    "use_cpu=true",
+    "validation=0.2",
     "per_device_train_batch_size=2",
-]  # fmt: skip
+]
 OPTIONS = {  # by recipe: sizes of the fixtures
     "eagle3": ["drafter.draft_vocab_size=128", "drafter.num_key_value_heads=1"],
     "draft_model": ["drafter.layers=[0,1]"],
@@ -292,8 +341,9 @@ def test_marks_are_read(tmp_path):
         "<!-- not run: needs a GPU -->\n```bash\nls\n```\n\n- item\n\n  ```text\n  x\n  ```\n"
     )
     assert [(one.language, one.text, one.mark) for one in blocks(page)] == [
-        ("bash", "ls\n", "not run: needs a GPU"), ("text", "x\n", ""),
-    ]  # fmt: skip
+        ("bash", "ls\n", "not run: needs a GPU"),
+        ("text", "x\n", ""),
+    ]
 
 
 # -- pages that run ------------------------------------------------------------------------------------------------------
@@ -303,14 +353,13 @@ def test_marks_are_read(tmp_path):
 def made(tmp_path_factory):
     """A folder like a user's: a target named smollm2-135m, the project's folders, and what pages name in runs/."""
     folder = tmp_path_factory.mktemp("docs")
-    fixtures = ROOT / "tests" / "fixtures"
-    shutil.copytree(fixtures / "target", folder / "target")  # its name in the data set
+    shutil.copytree(FIXTURES / "target", folder / "target")  # its name in the data set
     for name in ("configs", "eval", "drafttrain", "scripts"):
         (folder / name).symlink_to(ROOT / name)
     for name, source in {"drafter": "drafters/eagle3", "data": "data", "legal": "data"}.items():
-        shutil.copytree(fixtures / source, folder / "runs" / name)
+        shutil.copytree(FIXTURES / source, folder / "runs" / name)
     for name, source in {"results": "eagle3", "hot": "sampled", "other": "off"}.items():
-        shutil.copy(fixtures / "results" / f"{source}.json", folder / "runs" / f"{name}.json")
+        shutil.copy(FIXTURES / "results" / f"{source}.json", folder / "runs" / f"{name}.json")
     (folder / "corpus.txt").write_text("One river.\nTwo rivers.\n" * 40)
     return folder
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 import os
 import re
 import shutil
@@ -18,9 +17,8 @@ import tomllib
 from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.extras import EXTRAS, LazyPackage, require
+from tests.files import FIXTURES, ROOT, dump_json
 
-ROOT = Path(__file__).resolve().parents[1]
-FIXTURES = ROOT / "tests" / "fixtures"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # Commands that a core installation runs, and others with the package that they need; in a copy of tests/fixtures.
@@ -114,8 +112,9 @@ def home(tmp_path, monkeypatch):
         "output_dir": "out",
         "dtype": "float32",
     }
-    Path("lora.yaml").write_text(
-        json.dumps({**recipe, "use_cpu": True, "drafter": {"layers": [0, 4], "lora": {"r": 2}}})
+    dump_json(
+        Path("lora.yaml"),
+        {**recipe, "use_cpu": True, "drafter": {"layers": [0, 4], "lora": {"r": 2}}},
     )
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 from typing import Annotated
@@ -25,6 +24,7 @@ from drafttrain.files import (
     write_jsonl,
 )
 from drafttrain.progress import Progress, counted
+from tests.files import load_json
 
 
 def test_json_lines_round_trip_and_incomplete_lines(tmp_path):
@@ -58,7 +58,7 @@ def test_a_file_is_replaced_completely_or_not_at_all(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert json.loads(path.read_text()) == {"a": 1}
+    assert load_json(path) == {"a": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):

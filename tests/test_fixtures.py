@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from drafttrain import Target, evaluate, generate, load_drafter
 from drafttrain.cli import main
+from tests.files import FIXTURES, load_json
 
-FIXTURES = Path(__file__).parent / "fixtures"
-EXPECTED = json.loads((FIXTURES / "expected.json").read_text())
+EXPECTED = load_json(FIXTURES / "expected.json")
 EXPORTS = {path.name: path.name.rpartition("_") for path in sorted(FIXTURES.glob("exports/*"))}
 EVAL = {"suite": "suite.jsonl", "dtype": "float32", "max_new_tokens": 16}
 
@@ -80,7 +80,7 @@ def train(*words, **options):
 
 
 def read(path):
-    return json.loads(Path(path).read_text())
+    return load_json(Path(path))
 
 
 # -- drafters ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,8 +15,8 @@ from drafttrain import folders
 from drafttrain.errors import UserError
 from drafttrain.files import lock, replacing, scratch_folder, write_json
 from drafttrain.folders import MARKER, OutputFolder, check_folder, inputs_of, output_file
+from tests.files import FIXTURES, load_json
 
-FIXTURES = Path(__file__).parent / "fixtures"
 BUSY = "is being written by another process"
 
 
@@ -357,4 +356,4 @@ def test_temporary_files_of_killed_processes_are_removed(tmp_path, monkeypatch):
     with scratch_folder() as running, scratch_folder() as other:
         assert running.is_dir() and other.is_dir() and not old.exists()
     assert not running.exists() and (tmp_path / "drafttrain-mine").exists()
-    assert json.loads((tmp_path / "r.json").read_text()) == {}
+    assert load_json(tmp_path / "r.json") == {}

@@ -20,8 +20,8 @@ import pytest
 from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.files import JsonlLog
+from tests.files import FIXTURES
 
-FIXTURES = Path(__file__).parent / "fixtures"
 MODELS = "--target target --drafter drafters/eagle3 --dtype float32"
 QUICK = "--max-new-tokens 16"
 # Words of every command that writes, and what it writes.

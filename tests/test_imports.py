@@ -14,8 +14,9 @@ import pytest
 
 from drafttrain.drafters.registry import kinds
 from tests.density import parsed
+from tests.files import ROOT
 
-PACKAGE = Path(__file__).resolve().parents[1] / "drafttrain"
+PACKAGE = ROOT / "drafttrain"
 
 # From bottom to top. A subpackage or top-level module imports from its own and from earlier rows, never from its own row's
 # neighbours or from later ones. There are no exceptions; imports inside functions count too.

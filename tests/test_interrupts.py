@@ -21,8 +21,8 @@ import torch
 from drafttrain import cli
 from drafttrain.files import write_jsonl
 from tests.data.faulty_server import FaultyServer
+from tests.files import FIXTURES, load_json
 
-FIXTURES = Path(__file__).parent / "fixtures"
 MANY = 24  # conversations
 # Seconds after which a command counts as stuck. The aim is 2; a loaded machine may take far longer, so what
 # blocks a command below blocks it for an hour.
@@ -272,7 +272,7 @@ def test_a_load_test_keeps_its_finished_steps(folder):
         assert command.wait_for(lambda: len(server.requests) > 2)
         command.ends(signal.SIGINT)
     assert not (folder / "server.json").exists()
-    partial = json.loads((folder / "server.json.partial").read_text())
+    partial = load_json(folder / "server.json.partial")
     assert [cell["requests"] for cell in partial["servers"]["url"]["cells"]] == [2]
 
 
@@ -298,7 +298,7 @@ def test_an_evaluation_keeps_finished_prompts(folder, monkeypatch):
     assert 2 < len(kept) < 8 and all(json.loads(line) for line in kept)
     monkeypatch.chdir(folder)
     assert cli.main(words) == 0 and not log.exists()
-    assert json.loads((folder / "r.json").read_text())["overall"]["prompts"] == 7
+    assert load_json(folder / "r.json")["overall"]["prompts"] == 7
 
 
 @pytest.mark.slow
@@ -384,113 +384,37 @@ sys.exit(cli.main())
 
 # -- every command ----------------------------------------------------------------------------------------------------
 
-TARGET = ["--target", "target"]
-DRAFTER = ["--drafter", "drafters/eagle3"]
 HUB = {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_x"}
+MODELS = "--target target --drafter drafters/eagle3"
 # Words of each command. URL stands for a server that hangs.
-WORDS: dict[str, list[str]] = {
-    "fetch": ["smollm2-135m", "--source", "hub", "--cache-dir", "cache"],
-    "prompts": [
-        "--source",
-        "magpie",
-        *TARGET,
-        "--count",
-        "5000",
-        "--output",
-        "p.jsonl",
-        "--slots",
-        "4",
-    ],
-    "generate": [*GENERATE[1:], "--slots", "2", "--max-new-tokens", "200"],
-    "features": ["--data", "data", *TARGET],
-    "serve-target": [*TARGET, "--layers", "1", "--dry-run"],
-    "recipes": [],
-    "plan": ["run.yaml", "--target-config", "target/config.json"],
-    "train": ["run.yaml", "max_steps=3000", "save_steps=100"],
-    "adapt": [
-        *DRAFTER,
-        *TARGET,
-        "--log",
-        "answers.jsonl",
-        "--output",
-        "adapted",
-        "--every",
-        "8",
-        "--share",
-        "1",
-    ],
-    "swap": ["--server", "URL"],
-    "ngram-store": ["--data", "data", "--output", "store.safetensors"],
-    "eval": [
-        *TARGET,
-        *DRAFTER,
-        "--suite",
-        "many_suite.jsonl",
-        "--output",
-        "r.json",
-        "--max-new-tokens",
-        "100",
-    ],
-    "tune": [*TARGET, *DRAFTER, "--repeats", "50", "--output", "tune.json"],
-    "sweep": [
-        *TARGET,
-        *DRAFTER,
-        "--suite",
-        "many_suite.jsonl",
-        "--output",
-        "sweep",
-        "--batch-sizes",
-        "1,2,4",
-    ],
-    "diagnose": ["results.json"],
-    "estimate": ["--results", "results.json", *TARGET, "--device", "h100"],
-    "report": ["results.json", "--output", "page.html"],
-    "chat": [*TARGET, *DRAFTER],  # ends by itself without input
-    "trace": [
-        *TARGET,
-        *DRAFTER,
-        "--prompt",
-        "hello",
-        "--max-new-tokens",
-        "2000",
-        "--output",
-        "t.html",
-    ],
-    "bench-server": [
-        "--url",
-        "URL",
-        "--model",
-        "m",
-        "--suite",
-        "suite.jsonl",
-        "--output",
-        "s.json",
-    ],
-    "export": [*DRAFTER, "--format", "vllm", "--output", "export"],
-    "import": ["--checkpoint", "drafters/eagle3", *TARGET, "--output", "imported"],
-    "doctor": ["drafters/eagle3", *TARGET],
-    "verify": [*DRAFTER, *TARGET, "--format", "vllm", "--engine", "none"],
-    "push": [
-        *DRAFTER,
-        "--repo",
-        "user/name",
-        "--without-evaluation",
-        "--license",
-        "mit",
-        "--output",
-        "published",
-    ],
-    "push-data": [
-        "--data",
-        "data",
-        "--repo",
-        "user/name",
-        "--prompt-license",
-        "MIT",
-        "--output",
-        "published",
-    ],
-    "completion": ["bash"],
+WORDS = {
+    "fetch": "smollm2-135m --source hub --cache-dir cache",
+    "prompts": "--source magpie --target target --count 5000 --output p.jsonl --slots 4",
+    "generate": " ".join([*GENERATE[1:], "--slots 2 --max-new-tokens 200"]),
+    "features": "--data data --target target",
+    "serve-target": "--target target --layers 1 --dry-run",
+    "recipes": "",
+    "plan": "run.yaml --target-config target/config.json",
+    "train": "run.yaml max_steps=3000 save_steps=100",
+    "adapt": f"{MODELS} --log answers.jsonl --output adapted --every 8 --share 1",
+    "swap": "--server URL",
+    "ngram-store": "--data data --output store.safetensors",
+    "eval": f"{MODELS} --suite many_suite.jsonl --output r.json --max-new-tokens 100",
+    "tune": f"{MODELS} --repeats 50 --output tune.json",
+    "sweep": f"{MODELS} --suite many_suite.jsonl --output sweep --batch-sizes 1,2,4",
+    "diagnose": "results.json",
+    "estimate": "--results results.json --target target --device h100",
+    "report": "results.json --output page.html",
+    "chat": MODELS,  # ends by itself without input
+    "trace": f"{MODELS} --prompt hello --max-new-tokens 2000 --output t.html",
+    "bench-server": "--url URL --model m --suite suite.jsonl --output s.json",
+    "export": "--drafter drafters/eagle3 --format vllm --output export",
+    "import": "--checkpoint drafters/eagle3 --target target --output imported",
+    "doctor": "drafters/eagle3 --target target",
+    "verify": f"{MODELS} --format vllm --engine none",
+    "push": "--drafter drafters/eagle3 --repo user/name --without-evaluation --license mit --output published",
+    "push-data": "--data data --repo user/name --prompt-license MIT --output published",
+    "completion": "bash",
 }
 
 
@@ -507,7 +431,7 @@ def test_every_command_ends(folder, name, moment, number):
         server.http.RequestHandlerClass = type(
             "Hanging", (server.http.RequestHandlerClass,), {"do_GET": lambda it: it.hang()}
         )
-        words = [server.url if word == "URL" else word for word in WORDS[name]]
+        words = WORDS[name].replace("URL", server.url).split()
         command = Command(folder, [name, *words], **{**HUB, "HF_ENDPOINT": server.url})
         early = moment == "start" or name == "fetch"  # which loads no torch
         going = command.wait_for(command.listening if early else command.loads_torch)

@@ -18,6 +18,7 @@ from drafttrain.cli import main, parsed
 from drafttrain.commands import COMMANDS, WITHOUT_RESULT, function_of
 from drafttrain.errors import UserError
 from drafttrain.outcome import conclude, fault, next_command, voice
+from tests.files import FIXTURES, ROOT
 
 
 def test_next_commands_can_be_pasted(tmp_path):
@@ -114,13 +115,12 @@ def test_every_command_concludes(command):
     signature = Path(inspect.getfile(inspect.unwrap(function_of(command)))).read_text()
     module = re.findall(r'(?:result|outcome)_of\(\s*"([\w.]+)"', signature)[-1]
     source = Path("drafttrain", *module.split(".")).with_suffix(".py")
-    text = (Path(__file__).parents[1] / source).read_text()
+    text = (ROOT / source).read_text()
     assert "conclude(" in text or "return publish(" in text, (
         f"{source} ends without drafttrain.outcome.conclude"
     )
 
 
-FIXTURES = Path(__file__).parent / "fixtures"
 TARGET = str(FIXTURES / "target")
 WORDS = {
     "T": f"--target {shlex.quote(TARGET)} --dtype float32",

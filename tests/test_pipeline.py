@@ -37,9 +37,9 @@ from drafttrain.progress import Progress
 from scripts import run_notebook
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
+from tests.files import ROOT
 from tests.training.runs import write_data
 
-ROOT = Path(__file__).resolve().parents[1]
 STRICT = """
 from pathlib import Path
 from drafttrain import Drafter, Target, evaluate, export, generate, load_drafter, push, stream, train, tune

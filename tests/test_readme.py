@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shlex
-from pathlib import Path
 
 import pytest
 
 from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.drafters.shipping import shipped_kinds, shipping
 from drafttrain.formats.engines import ENGINES
+from tests.files import ROOT, load_json
 
 UNDRAFTED = {"mlp_speculator": {"vLLM"}}  # vLLM 0.32 has its class but no longer drafts with it
 
-ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MEASURED = json.loads(
-    (ROOT / "eval" / "results" / "quickstart_2_smollm2-135m_zen5_cpu.json").read_text()
-)
+MEASURED = load_json(ROOT / "eval" / "results" / "quickstart_2_smollm2-135m_zen5_cpu.json")
 
 
 def test_the_number_of_kinds_is_counted():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 import yaml
 
 from drafttrain.recipes import figures, recipe_names, recipe_path, shipped_recipes
+from tests.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "recipe_heads.py"
 PAGE = (ROOT / "docs" / "how-to" / "recipes.md").read_text()
 KINDS = re.compile(r"^### (\w+)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)

@@ -15,8 +15,7 @@ from drafttrain.cli import main
 from drafttrain.config import load_config
 from drafttrain.errors import UserError
 from drafttrain.recipes import recipe_names, recipe_path
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.files import ROOT
 
 
 @pytest.fixture

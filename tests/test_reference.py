@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from transformers import TrainingArguments
 
 from drafttrain.config import TrainConfig, TrainerKeys
 from drafttrain.values import default_of
+from tests.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 OURS = {
     "logging_steps",
     "save_steps",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,9 @@ from drafttrain.formats.weights import read_weights
 from drafttrain.hub.upload import write_card
 from drafttrain.reports.report_page import make_charts, page
 from drafttrain.target import Target
+from tests.files import ROOT, dump_json, load_json
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = json.loads((ROOT / "eval" / "results" / "quickstart_smollm2-135m_cpu.json").read_text())
+RESULTS = load_json(ROOT / "eval" / "results" / "quickstart_smollm2-135m_cpu.json")
 HOSTILE = "<script>alert('x')</script>{{ 7 * 7 }}"
 
 
@@ -56,7 +54,7 @@ def test_an_index_cannot_point_outside(tmp_path):
     save_file({"secret": torch.ones(1)}, str(tmp_path / "outside.safetensors"))
     for name in ("../outside.safetensors", str(tmp_path / "outside.safetensors")):
         index = {"metadata": {}, "weight_map": {"secret": name}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        dump_json(folder / "model.safetensors.index.json", index)
         with pytest.raises(UserError):
             read_weights(folder)
 
@@ -84,7 +82,7 @@ def test_code_of_a_model_does_not_run(tmp_path):
         "model_type": "custom",
         "auto_map": {"AutoConfig": "code.Custom", "AutoModelForCausalLM": "code.Custom"},
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    dump_json(tmp_path / "config.json", config)
     (tmp_path / "code.py").write_text(
         f"open({str(tmp_path / 'mark')!r}, 'w')\nclass Custom: pass\n"
     )

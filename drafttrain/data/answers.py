@@ -27,6 +27,7 @@ from drafttrain.data.chat import (
     leading_special,
     marked_calls,
     render_text,
+    shared_length,
     template_of,
     text_ids,
 )
@@ -190,14 +191,6 @@ def without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
-def _shared(one: str, other: str) -> int:
-    """Length of the beginning that two texts share."""
-    for length, pair in enumerate(zip(one, other, strict=False)):
-        if pair[0] != pair[1]:
-            return length
-    return min(len(one), len(other))
-
-
 def answer_format(tokenizer: PreTrainedTokenizerBase, inputs: ChatInputs) -> AnswerFormat:
     """The format of the target's answers under these inputs.
 
@@ -314,14 +307,14 @@ def _call_frame(
             except TemplateRefuses:
                 continue
             # What the prompt and the content hold is not part of a call.
-            text = text[_shared(before, text) :].rpartition(_CONTENT)[2]
+            text = text[shared_length(before, text) :].rpartition(_CONTENT)[2]
             pieces = [without_spaces(part) for part in text.split(MARKED_NAME)]
             if len(pieces) == count + 1:
                 leads += pieces[:-1]
                 follow = pieces[-1][:1]
         if leads:
             # The end that all of them share: reversed, it is a beginning.
-            alike = min(_shared(leads[0][::-1], lead[::-1]) for lead in leads)
+            alike = min(shared_length(leads[0][::-1], lead[::-1]) for lead in leads)
             return leads[0][len(leads[0]) - alike :], follow
     return "", ""
 

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from drafttrain.credentials import redact
-from drafttrain.data.chat import has_template, render_text, text_ids
+from drafttrain.data.chat import has_template, render_text, shared_length, text_ids
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.failures import BadReply
 from drafttrain.data.image_parts import with_uris
@@ -358,7 +358,7 @@ class OpenAIBackend(Backend):
                 read = reply["choices"][0]["prompt_token_ids"]
                 # Servers may add BOS to text.
                 if read not in (ids, [tokenizer.bos_token_id, *ids]):
-                    at = _first_difference(read, ids)
+                    at = shared_length(read, ids)
                     raise UserError(
                         f"url={url!r} serves another tokenizer than target={self.settings.renderer.target.name!r}: it reads "
                         f"{text[-60:]!r} as {read[at : at + 3]}... from token {at} on, the target as {ids[at : at + 3]}...; "
@@ -611,11 +611,3 @@ class OpenAIBackend(Backend):
             raise
         self._reached.add(url)
         return reply
-
-
-def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """The first place at which two rows of tokens differ; 0 if one begins with the other."""
-    for place, pair in enumerate(zip(one, other, strict=False)):
-        if pair[0] != pair[1]:
-            return place
-    return 0

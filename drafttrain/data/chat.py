@@ -487,6 +487,14 @@ def turn_glue(
     return None
 
 
+def shared_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Length of the beginning that two texts, or two rows of tokens, share."""
+    for length, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return length
+    return min(len(one), len(other))
+
+
 def leading_special(tokenizer: PreTrainedTokenizerBase, text: str) -> set[int]:
     """The first token of a text, if it is a special or an added one."""
     # Some tokenizers list their markers as added tokens only.

@@ -237,11 +237,11 @@ class Drafter(NamedDrafter):
             The loss and, per depth, the sums over anchors of count, loss, alpha and agree, each
             [depths] float32.
         """
-        raise NotImplementedError(f"{type(self).__name__}.forward")
+        raise NotImplementedError
 
     def blank(self) -> Self:
         """Returns another drafter of the same shapes, for a copy of sharded weights."""
-        raise NotImplementedError(f"{type(self).__name__}.blank")
+        raise NotImplementedError
 
     def load_checkpoint(self, folder: str | Path) -> bool:
         """Reads the weights of a training checkpoint.
@@ -266,7 +266,7 @@ class Drafter(NamedDrafter):
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Returns a saved drafter, not bound to a target. Only for trained kinds."""
-        raise NotImplementedError(f"{cls.__name__}.load")
+        raise NotImplementedError
 
     def pack(self) -> None:
         """Prepares the weights for inference on a CPU; called after loading and before `bind`."""
@@ -306,7 +306,7 @@ class Drafter(NamedDrafter):
             prompt_ids: [L] int64. max_length: most tokens that the sequence can reach, which sizes
                 the cache.
         """
-        raise NotImplementedError(f"{type(self).__name__}.start")
+        raise NotImplementedError
 
     def rewind(
         self,

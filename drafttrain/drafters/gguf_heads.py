@@ -72,7 +72,7 @@ class GgufHeads(Shipping[D]):
 
     def gguf_keys(self, drafter: D) -> Json:
         """Keys beside those of the layers and the tokenizer, without the architecture's prefix."""
-        raise NotImplementedError(type(self).__name__)
+        raise NotImplementedError
 
     def gguf_unsupported(self, drafter: D) -> list[str]:
         """Features that llama.cpp does not compute."""
@@ -103,7 +103,7 @@ class GgufHeads(Shipping[D]):
 
         keys: of a file, without prefix.
         """
-        raise NotImplementedError(type(self).__name__)
+        raise NotImplementedError
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         if form != "gguf":

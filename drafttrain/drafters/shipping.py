@@ -292,7 +292,7 @@ class Shipping(Generic[D]):
 
     def engine_config(self, drafter: D, form: str, request: ExportRequest) -> Json:
         """The config.json of an export."""
-        raise NotImplementedError(type(self).__name__)
+        raise NotImplementedError
 
     def form(self, drafter: D, config: Json) -> Form:
         """Every tensor that an engine's loader expects. config: the export's."""

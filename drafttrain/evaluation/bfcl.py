@@ -19,19 +19,6 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl
 
 DOCS = "multi_turn_func_doc"
-# Categories whose rows need nothing but their functions' descriptions: no memory, web page or
-# program to execute.
-FILES = (
-    "BFCL_v*_simple*.json*",
-    "BFCL_v*_multiple.json*",
-    "BFCL_v*_parallel.json*",
-    "BFCL_v*_parallel_multiple.json*",
-    "BFCL_v*_java.json*",
-    "BFCL_v*_javascript.json*",
-    "BFCL_v*_irrelevance.json*",
-    "BFCL_v*_live_*.json*",
-    "BFCL_v*_multi_turn_*.json*",
-)
 # File in DOCS of each class.
 _CLASSES = {
     "GorillaFileSystem": "gorilla_file_system",

@@ -12,11 +12,13 @@ import gzip
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from jinja2 import Environment, StrictUndefined, UndefinedError
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
@@ -28,6 +30,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
 from drafttrain.files import Json, check_json, hub_problem, parse_json, read_jsonl, reading
 from drafttrain.images import BadPicture, Picture, read_picture
+from drafttrain.plain_yaml import read_yaml
 from drafttrain.target import Target
 
 if TYPE_CHECKING:
@@ -38,29 +41,6 @@ if TYPE_CHECKING:
 # SPEED-Bench replaces texts that NVIDIA may not redistribute by this note; NVIDIA's script fetches
 # them.
 _MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-# Spec-Bench reports six tasks and counts MT-bench's eight categories as one of them.
-_MT_BENCH = {
-    "writing",
-    "roleplay",
-    "reasoning",
-    "math",
-    "coding",
-    "extraction",
-    "stem",
-    "humanities",
-}
-# The subsets that speculators' own evaluation reports.
-_SPECULATOR_SUBSETS = (
-    "HumanEval",
-    "math_reasoning",
-    "qa",
-    "question",
-    "rag",
-    "summarization",
-    "tool_call",
-    "translation",
-    "writing",
-)
 _ROW_FIX = (
     "correct or delete that row; each needs turns, a list of texts (FastChat's question format)"
 )
@@ -199,251 +179,88 @@ class Suite:
     license: str = ""
 
 
-class PublicSuite(NamedTuple):
-    """Source of a benchmark and the format of its rows.
-
-    Attributes:
-        source: a Hub data set, or the URL of a JSON-lines file. license: as the source states it.
-        turns: reads the user's turns of a row. Raises KeyError for a row in another format.
-        config, split: of the Hub data set. id_key: key of the row's own id, if it has one.
-        category: reads the category of a row; None stands for the suite's name.
-        more: reads other keys of a `SuiteRow` from a row and its file.
-        files: patterns of the Hub's files, for sets that `datasets` cannot read. beside: of files
-            that `more` reads.
-        sees: whether the column `image` or `images` belongs to the prompt.
-        rows: makes the rows, where they come from a package or are drawn.
-    """
+@dataclass(frozen=True)
+class PublicSuite:
+    """A benchmark of public_suites.yaml, which describes the fields."""
 
     source: str
     license: str
-    turns: Callable[[Json], list[str]] = lambda row: row["turns"]
+    turn: str = ""
+    turns: str = "turns"
+    category: str = "category"
+    more: str = "{}"
     config: str | None = None
     split: str = "test"
     id_key: str = "question_id"
-    category: Callable[[Json], str | None] = lambda row: row.get("category")
-    more: Callable[[Json, Path], Json] = lambda row, file: {}
-    files: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    files: Sequence[str] = ()
+    beside: Sequence[str] = ()
     sees: bool = False
-    rows: Callable[[], Iterable[Json]] | None = None
+    rows: str = ""
+
+    def read(self, row: Json, file: Path, name: str) -> Json:
+        """The keys of a `SuiteRow` that a row of its own format, or of FastChat's, has.
+
+        Args:
+            file: of the row. name: the category of rows that have none.
+
+        Raises:
+            KeyError, TypeError, AttributeError, IndexError, UndefinedError: a row in another
+                format.
+        """
+        columns = {**row, "row": row, "file": file}
+        read: Json = {"category": _value(self.category, columns) or name}
+        if "turns" in row:  # FastChat's format
+            return {**read, "turns": row["turns"]}
+        if self.turn:
+            read["turns"] = [_TEMPLATES.from_string(self.turn).render(columns)]
+        else:
+            read["turns"] = list(_value(self.turns, columns, required=True))
+        return {**read, **_value(self.more, columns)}
 
 
-def _humaneval(row: Json) -> list[str]:
-    task = "Complete this Python function. Answer with the whole function."
-    return [f"{task}\n\n```python\n{row['prompt'].rstrip()}\n```"]
-
-
-def _livecodebench(row: Json) -> list[str]:
-    starter = row.get("starter_code")
-    form = "Read from stdin and write to stdout."
-    if starter:
-        form = f"Complete this code:\n\n```python\n{starter}\n```"
-    return [f"Solve this task with a Python program.\n\n{row['question_content']}\n\n{form}"]
-
-
-def _longbench(row: Json) -> list[str]:
-    if "choice_A" not in row:  # the first version
-        return ["\n\n".join(filter(None, (row["context"], row.get("input"))))]
-    choices = "\n".join(f"({letter}) {row[f'choice_{letter}']}" for letter in "ABCD")
-    return [
-        f"{row['context']}\n\n{row['question']}\n{choices}\n\nAnswer with a letter, and say why in a few sentences."
-    ]
-
-
-def _mbpp(row: Json) -> list[str]:
-    task = row.get("prompt") or row["text"]  # of the sanitized and of the full set
-    tests = "\n".join(row["test_list"])
-    return [f"Write a Python function. {task}\n\nThese tests must pass:\n\n```python\n{tests}\n```"]
-
-
-def _gpqa(row: Json) -> list[str]:
-    # In the alphabet's order the right answer has no place of its own.
-    names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-    answers = sorted(row[name].strip() for name in names)
-    choices = "\n".join(
-        f"({letter}) {answer}" for letter, answer in zip("ABCD", answers, strict=True)
-    )
-    return [
-        f"{row['Question'].strip()}\n\n{choices}\n\nReason step by step, then answer with a letter."
-    ]
-
-
-def _chartqa(row: Json) -> list[str]:
-    return [f"{row['query']}\n\nSay what the chart shows about it, then give the answer."]
-
-
-def _easy_vqa_rows() -> list[Json]:
+def _easy_vqa_rows(split: str) -> list[Json]:
     from drafttrain.data.sources import easy_vqa_rows
 
-    return easy_vqa_rows("test")
+    return easy_vqa_rows(split)
 
 
-def _prepared_turns(row: Json) -> list[str]:
-    """The turns of SPEED-Bench as NVIDIA's script writes it."""
-    return [message["content"] for message in row["messages"] if message["role"] == "user"]
+def _written(value: object) -> object:
+    """A column's value in a turn. Raises TypeError: it is null."""
+    if value is None:
+        raise TypeError("a column of the turn is null")
+    return value
 
 
-def _speed_bench(config: str) -> PublicSuite:
-    return PublicSuite(
-        "nvidia/SPEED-Bench",
-        "NVIDIA evaluation dataset license",
-        _prepared_turns,
-        config=config,
-    )
-
-
-PUBLIC: dict[str, PublicSuite] = {
-    "spec_bench": PublicSuite(
-        "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
-        "Apache-2.0",
-        split="train",
-        category=lambda row: (
-            "mt_bench" if row.get("category") in _MT_BENCH else row.get("category")
-        ),
-    ),
-    "mt_bench": PublicSuite(
-        "HuggingFaceH4/mt_bench_prompts",
-        "Apache-2.0",
-        lambda row: row["prompt"],
-        split="train",
-        id_key="prompt_id",
-    ),
-    "humaneval": PublicSuite("openai/openai_humaneval", "MIT", _humaneval, id_key="task_id"),
-    "mbpp": PublicSuite(
-        "google-research-datasets/mbpp",
-        "CC BY 4.0",
-        _mbpp,
-        "sanitized",
-        id_key="task_id",
-    ),
-    "gsm8k": PublicSuite("openai/gsm8k", "MIT", lambda row: [row["question"]], "main"),
-    "math_500": PublicSuite(
-        "HuggingFaceH4/MATH-500",
-        "MIT (of MATH)",
-        lambda row: [row["problem"]],
-        id_key="unique_id",
-        category=lambda row: row.get("subject"),
-    ),
-    "aime_2024": PublicSuite(
-        "HuggingFaceH4/aime_2024",
-        "not stated",
-        lambda row: [row["problem"]],
-        split="train",
-        id_key="id",
-    ),
-    "aime_2025": PublicSuite(
-        "math-ai/aime25",
-        "Apache-2.0",
-        lambda row: [row["problem"]],
-        id_key="id",
-    ),
-    "gpqa": PublicSuite(
-        "Idavidrein/gpqa",
-        "CC BY 4.0",
-        _gpqa,
-        "gpqa_diamond",
-        split="train",
-        id_key="Record ID",
-        category=lambda row: row.get("High-level domain"),
-    ),
-    "arena_hard": PublicSuite(
-        "lmarena-ai/arena-hard-auto",
-        "Apache-2.0",
-        lambda row: [row["prompt"]],
-        id_key="uid",
-        files=("data/arena-hard-v2.0/question.jsonl",),
-    ),
-    "livecodebench": PublicSuite(
-        "lighteval/code_generation_lite",
-        "CC",
-        _livecodebench,
-        "v6",
-        category=lambda row: row.get("difficulty"),
-    ),
-    "longbench": PublicSuite(
-        "zai-org/LongBench-v2",
-        "Apache-2.0",
-        _longbench,
-        split="train",
-        id_key="_id",
-        category=lambda row: row.get("domain") or row.get("dataset"),
-    ),
-    "bfcl": PublicSuite(
-        "gorilla-llm/Berkeley-Function-Calling-Leaderboard",
-        "Apache-2.0",
-        bfcl.bfcl_turns,
-        id_key="id",
-        category=bfcl.bfcl_category,
-        more=bfcl.bfcl_more,
-        files=bfcl.FILES,
-        beside=(f"{bfcl.DOCS}/*.json",),
-    ),
-    "alpaca": PublicSuite(
-        "tatsu-lab/alpaca",
-        "CC BY-NC 4.0",
-        lambda row: ["\n\n".join(filter(None, (row["instruction"], row.get("input"))))],
-        split="train",
-    ),
-    "cnn_dm": PublicSuite(
-        "abisee/cnn_dailymail",
-        "Apache-2.0",
-        lambda row: [f"Summarise this article in three or four sentences.\n\n{row['article']}"],
-        "3.0.0",
-        id_key="id",
-    ),
-    "speculator_benchmarks": PublicSuite(
-        "RedHatAI/speculator_benchmarks",
-        "as its sources state",
-        lambda row: [row["prompt"]],
-        more=lambda row, file: {"category": file.stem},
-        files=tuple(f"{name}.jsonl" for name in _SPECULATOR_SUBSETS),
-    ),
-    "mmstar": PublicSuite(
-        "Lin-Chen/MMStar",
-        "not stated",
-        lambda row: [row["question"]],
-        "val",
-        split="val",
-        id_key="index",
-        sees=True,
-    ),
-    "chartqa": PublicSuite(
-        "HuggingFaceM4/ChartQA",
-        "GPL-3.0",
-        _chartqa,
-        category=lambda row: ("human", "machine")[row["human_or_machine"]],
-        sees=True,
-    ),
-    "coco_captions": PublicSuite(
-        "lmms-lab/COCO-Caption2017",
-        "CC BY 4.0",
-        lambda row: ["Describe this image in a paragraph."],
-        split="val",
-        sees=True,
-    ),
-    "easy_vqa": PublicSuite(
-        "the package easy-vqa",
-        "MIT",
-        lambda row: [row["question"]],
-        id_key="id",
-        category=lambda row: "yes or no" if row["answer"] in ("yes", "no") else "a word",
-        sees=True,
-        rows=_easy_vqa_rows,
-    ),
-    "speed_bench": _speed_bench("qualitative"),
-    "speed_bench_1k": _speed_bench("throughput_1k"),
-    "speed_bench_2k": _speed_bench("throughput_2k"),
-    "speed_bench_8k": _speed_bench("throughput_8k"),
-    "speed_bench_16k": _speed_bench("throughput_16k"),
-    "speed_bench_32k": _speed_bench("throughput_32k"),
+_TEMPLATES = Environment(
+    undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_written
+)
+# What expressions of public_suites.yaml may call.
+_TEMPLATES.globals = {
+    "bfcl_turns": bfcl.bfcl_turns,
+    "bfcl_category": bfcl.bfcl_category,
+    "bfcl_more": bfcl.bfcl_more,
+    "easy_vqa_rows": _easy_vqa_rows,
 }
+
+
+def _value(expression: str, columns: Json, required: bool = False) -> Any:
+    """An expression's value; of one that is undefined None, or an error where it is used."""
+    return _TEMPLATES.compile_expression(expression, undefined_to_none=not required)(columns)
+
+
+@cache
+def public_suites() -> dict[str, PublicSuite]:
+    """The public benchmarks by name."""
+    table = Path(__file__).with_name("public_suites.yaml")
+    entries = read_yaml(table.read_text(encoding="utf-8"), table.name)
+    return {name: PublicSuite(**entry) for name, entry in entries.items()}
 
 
 def known_suites() -> list[str]:
     """Names that `load_suite` finds without a path: suites that come with drafttrain, then public
     ones.
     """
-    return [*sorted(path.stem for path in suites_folder().glob("*.jsonl")), *PUBLIC]
+    return [*sorted(path.stem for path in suites_folder().glob("*.jsonl")), *public_suites()]
 
 
 def load_suite(name: str, defaults: Json | None = None) -> Suite:
@@ -475,11 +292,11 @@ def load_suite(name: str, defaults: Json | None = None) -> Suite:
         # Other variables of the template make other prompts.
         if defaults:
             content += json.dumps(defaults).encode()
-    elif public in PUBLIC:
+    elif public in public_suites():
         questions += _read_public(public, file, defaults)
         texts = [_content(question) for question in questions]
         content = json.dumps(texts, ensure_ascii=False).encode()
-        license_name = PUBLIC[public].license
+        license_name = public_suites()[public].license
     else:
         raise UserError(
             f"suite={name!r} is neither a file nor a known suite ({', '.join(known_suites())}); "
@@ -543,7 +360,7 @@ def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Questi
     Raises:
         UserError: a missing file, a row in another format, or masked texts.
     """
-    suite = PUBLIC[name]
+    suite = public_suites()[name]
     where = f"suite={name}"
     if path:
         where += f":{path}"
@@ -554,20 +371,15 @@ def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Questi
     for index, (row, file) in enumerate(rows):
         place = f"{where} row {index + 1}"
         try:
-            read: Json = {"category": suite.category(row) or name}
-            if "turns" in row:  # FastChat's format
-                read["turns"] = row["turns"]
-            else:
-                read["turns"] = suite.turns(row)
-                read |= suite.more(row, file)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            read = suite.read(row, file, name)
+        except (KeyError, TypeError, AttributeError, IndexError, UndefinedError) as error:
             keys = f"of a {type(row).__name__}"
             if row == {}:
                 keys = "none"
             elif isinstance(row, dict):
                 keys = ", ".join(map(str, row))
             raise UserError(
-                f"{place} has the keys {keys}, which is not {name}'s format (no {error}); "
+                f"{place} has the keys {keys}, which is not {name}'s format ({type(error).__name__}: {error}); "
                 "give the benchmark's own file, or JSON lines with turns"
             ) from error
         read["question_id"] = row.get("question_id", row.get(suite.id_key))
@@ -592,8 +404,8 @@ def _hub_rows(name: str, suite: PublicSuite) -> Iterator[tuple[Json, Path]]:
     from datasets import load_dataset
     from huggingface_hub import snapshot_download
 
-    if suite.rows is not None:
-        for made in suite.rows():
+    if suite.rows:
+        for made in _value(suite.rows, {}):
             yield made, Path()
         return
     what = f"suite={name!r}: source"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from drafttrain.credentials import redact
 from drafttrain.evaluation.verdicts import FEWEST, LOSES, PAYS, fastest
@@ -13,7 +13,6 @@ COLORS = {PAYS: "good", LOSES: "bad"}  # of a verdict
 DASH = "\u2013"
 TIMES = "times as fast"  # the unit of a speed-up
 times = "{:.2f}\u00d7".format
-_BY_BASELINE = ("speedup", "decoding_speedup")  # figures that have a value per baseline
 # What a page names first of the settings of a run: keys of its results.
 _SHOWN = (
     "target",
@@ -59,14 +58,19 @@ def sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def figure_of(figures: Json, key: str, side: str = "") -> float | None:
-    """A figure by its key; `speedup` and `decoding_speedup` take the baseline, `side`."""
-    if key in _BY_BASELINE:
-        return figures.get(key, {}).get(side)
-    return figures.get(key)
+def figure_of(figures: Json, key: str, part: str = "") -> float | None:
+    """A figure by its key.
+
+    Args:
+        part: of a figure that has several: the baseline of a speed-up, the percentile of a time.
+    """
+    value = figures.get(key)
+    if part:
+        return (value or {}).get(part)
+    return value
 
 
-def span_of(figures: Json, key: str, side: str = "") -> Span | None:
+def span_of(figures: Json, key: str, part: str = "") -> Span | None:
     """The confidence interval of a figure, if the file has one and enough prompts for it.
 
     See `figure_of`.
@@ -75,10 +79,10 @@ def span_of(figures: Json, key: str, side: str = "") -> Span | None:
         return None
     if key == "speedup_vs_fastest":  # the interval of the baseline that gave this figure
         key = "speedup"
-        side = fastest(figures)
+        part = fastest(figures)
     span = (figures.get("confidence") or {}).get(key)
-    if span and key in _BY_BASELINE:
-        span = span.get(side)
+    if span and part:
+        span = span.get(part)
     if span:
         return (span[0], span[1])
     return None
@@ -103,16 +107,17 @@ def interval_text(span: Span | None) -> str:
     return f" ({span[0]:.2f} to {span[1]:.2f})"
 
 
-def series_of(
-    name: str,
-    parts: Sequence[Json],
-    tone: int,
-    key: str,
-    side: str = "",
-) -> Series:
-    """One figure of several parts (categories, batch sizes, ...) with its intervals."""
-    values = [figure_of(part, key, side) for part in parts]
-    spans = [span_of(part, key, side) for part in parts]
+def series_of(name: str, places: Iterable[tuple[Json, str]], tone: int, key: str) -> Series:
+    """One figure of several places with its intervals.
+
+    Args:
+        places: the figures of a category, a batch size, ..., and the part; see `figure_of`.
+    """
+    values = []
+    spans = []
+    for figures, part in places:
+        values.append(figure_of(figures, key, part))
+        spans.append(span_of(figures, key, part))
     return Series(name, values, tone, spans=spans)
 
 

@@ -32,16 +32,16 @@ from drafttrain.reports.figures import (
 from drafttrain.reports.output import render_page
 from drafttrain.reports.sweep_page import sweep_charts, sweep_section, sweep_title
 
-# The settings that name a result, if the files differ in them.
-_FIELDS: dict[str, Callable[[Json], str]] = {
-    "target": lambda run: str(run["target"]),
-    "drafter": lambda run: str(run["drafter"]),
-    "tree": lambda run: str(run["decoding"].get("tree", {}).get("spec", "")),
-    "suite": lambda run: str(run["suite"]),
-    "dtype": lambda run: str(run["dtype"]),
-    "temperature": lambda run: f"T={run['decoding']['temperature']:g}",
-    "batch_size": lambda run: f"batch {run['decoding'].get('batch_size', 1)}",
-    "device": lambda run: str(run.get("device", "")),
+# The settings that name a result, if the files differ in them, and how.
+_FIELDS = {
+    "target": "{}",
+    "drafter": "{}",
+    "tree": "{}",
+    "suite": "{}",
+    "dtype": "{}",
+    "temperature": "T={:g}",
+    "batch_size": "batch {}",
+    "device": "{}",
 }
 # What two runs must share for a ratio between them: keys of the results or of their decoding
 # settings.
@@ -75,8 +75,13 @@ def run_names(runs: Sequence[Json], files: Sequence[str]) -> list[str]:
     if len(runs) == 1:
         return [str(runs[0]["drafter"])]
     parts: list[list[str]] = [[] for _ in runs]
-    for show in _FIELDS.values():
-        shown = [show(run) for run in runs]
+    for key, form in _FIELDS.items():
+        shown = []
+        for run in runs:
+            tree = run["decoding"].get("tree", {}).get("spec")
+            settings = {"batch_size": 1, **run["decoding"], **run, "tree": tree}
+            value = settings.get(key)
+            shown.append("" if value is None else form.format(value))
         if len(set(shown)) > 1:
             for own, word in zip(parts, shown, strict=True):
                 if word:
@@ -259,7 +264,10 @@ def _by_category(
 ) -> Chart:
     """A chart of one figure with its intervals, a group of bars per category."""
     groups = _groups(runs)
-    series = [series_of(run.name, run.parts(groups), run.tone, figure, side) for run in runs]
+    series = []
+    for run in runs:
+        places = [(part, side) for part in run.parts(groups)]
+        series.append(series_of(run.name, places, run.tone, figure))
     return Chart(
         key, title, note, "bars", groups, series, "category", unit, show=show, reference=1.0
     )
@@ -298,18 +306,10 @@ def _other_speedups(runs: Sequence[_ReportedRun]) -> Chart:
     series = []
     known = []  # every value
     for run in runs:
-        one = Series(run.name, [], run.tone)
-        values = []
-        spans = []
-        for side in sides:
-            value = figure_of(run.overall, "speedup", side)
-            values.append(value)
-            spans.append(span_of(run.overall, "speedup", side))
-            if value is not None:
-                known.append(value)
-        one.values = values
-        one.spans = spans
+        places = [(run.overall, side) for side in sides]
+        one = series_of(run.name, places, run.tone, "speedup")
         series.append(one)
+        known += [value for value in one.values if value is not None]
 
     known.sort(reverse=True)
     note = "Of all prompts, with 95\u00a0% intervals."
@@ -444,10 +444,10 @@ def _rates(runs: Sequence[_ReportedRun]) -> Chart:
         sides |= dict.fromkeys(run.overall["baselines"])
     series = []
     for run in runs:
-        parts = [run.overall]
+        places = [(run.overall, "")]
         for side in sides:
-            parts.append(run.overall["baselines"].get(side, {}))
-        series.append(series_of(run.name, parts, run.tone, "tokens_per_second"))
+            places.append((run.overall["baselines"].get(side, {}), ""))
+        series.append(series_of(run.name, places, run.tone, "tokens_per_second"))
     labels = ["with the drafter", *(BASELINE_NAMES.get(side, side) for side in sides)]
     note = "New tokens over wall-clock time, prefill included, every side alike."
     return Chart(
@@ -503,37 +503,35 @@ def _tiles(run: Json) -> list[tuple[str, str, str]]:
 
 
 class _Compared(NamedTuple):
-    """A figure of the comparison. better: 1 for more, -1 for less, 0 for neither."""
+    """A figure of the comparison, see `figure_of`. better: 1 for more, -1 for less, 0 for neither."""
 
     name: str
-    figure: Callable[[Json], float | None]
+    key: str
     form: str
     better: int = 0
+    part: str = ""
 
 
 _COMPARED = (
-    _Compared(
-        "Speed-up over the faster baseline", lambda o: o["speedup_vs_fastest"], "{:.2f}\u00d7", 1
-    ),
+    _Compared("Speed-up over the faster baseline", "speedup_vs_fastest", "{:.2f}\u00d7", 1),
     _Compared(
         "Speed-up of decoding, after the first token",
-        lambda o: figure_of(o, "decoding_speedup", "autoregressive"),
+        "decoding_speedup",
         "{:.2f}\u00d7",
         1,
+        "autoregressive",
     ),
-    _Compared(
-        "Speed-up over n-grams alone", lambda o: figure_of(o, "speedup", NGRAM), "{:.2f}\u00d7", 1
-    ),
-    _Compared("Accepted length", lambda o: o["accepted_length"], "{:.2f}", 1),
-    _Compared("Acceptance rate", lambda o: o["acceptance_rate"], "{:.1%}", 1),
-    _Compared("Tokens per second", lambda o: o["tokens_per_second"], "{:,.1f}", 1),
-    _Compared("First token, p50, ms", lambda o: o["ttft_ms"]["p50"], "{:,.0f}", -1),
-    _Compared("Per token, p50, ms", lambda o: o["tpot_ms"]["p50"], "{:,.1f}", -1),
-    _Compared("Per token, p99, ms", lambda o: o["tpot_ms"]["p99"], "{:,.1f}", -1),
-    _Compared("Drafter's share of the time", lambda o: o["draft_fraction"], "{:.1%}"),
-    _Compared("MBSU", lambda o: o["mbsu"], "{:.2f}", 1),
-    _Compared("Outputs identical to plain decoding", lambda o: o["identical_outputs"], "{:.1%}"),
-    _Compared("Prompts", lambda o: o["prompts"], "{:,}"),
+    _Compared("Speed-up over n-grams alone", "speedup", "{:.2f}\u00d7", 1, NGRAM),
+    _Compared("Accepted length", "accepted_length", "{:.2f}", 1),
+    _Compared("Acceptance rate", "acceptance_rate", "{:.1%}", 1),
+    _Compared("Tokens per second", "tokens_per_second", "{:,.1f}", 1),
+    _Compared("First token, p50, ms", "ttft_ms", "{:,.0f}", -1, "p50"),
+    _Compared("Per token, p50, ms", "tpot_ms", "{:,.1f}", -1, "p50"),
+    _Compared("Per token, p99, ms", "tpot_ms", "{:,.1f}", -1, "p99"),
+    _Compared("Drafter's share of the time", "draft_fraction", "{:.1%}"),
+    _Compared("MBSU", "mbsu", "{:.2f}", 1),
+    _Compared("Outputs identical to plain decoding", "identical_outputs", "{:.1%}"),
+    _Compared("Prompts", "prompts", "{:,}"),
 )
 
 
@@ -560,7 +558,7 @@ def _comparison(
         table.append((f"Times as fast as {names[0]}", cells))
 
     for each in _COMPARED:
-        values = [each.figure(run["overall"]) for run in runs]
+        values = [figure_of(run["overall"], each.key, each.part) for run in runs]
         known = [value * each.better for value in values if value is not None]
         best = None
         if ranked and each.better and len(set(known)) > 1:

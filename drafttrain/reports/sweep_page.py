@@ -99,7 +99,7 @@ def sweep_charts(sweep: Json, number: int) -> Iterable[Chart]:
             "Over the faster baseline, all else as in the sweep's first cell.",
             "bars",
             list(own),
-            [series_of("speed-up", list(own.values()), 1, "speedup_vs_fastest")],
+            [series_of("speed-up", [(each, "") for each in own.values()], 1, "speedup_vs_fastest")],
             _AXES[key],
             TIMES,
             show=times,
@@ -113,8 +113,8 @@ def _crossover(lines: dict[str, dict[int, Json]], key: str) -> Chart:
     series = []
     ends = []
     for tone, (name, by_size) in enumerate(lines.items(), 1):
-        parts = [by_size.get(size, {}) for size in sizes]
-        series.append(series_of(name, parts, tone, "speedup_vs_fastest"))
+        places = [(by_size.get(size, {}), "") for size in sizes]
+        series.append(series_of(name, places, tone, "speedup_vs_fastest"))
         ends.append(f"{name}: {crossover('batch size', sorted(by_size.items()))}")
     return Chart(
         key,

@@ -59,7 +59,7 @@ class EngineServer:
     @property
     def words(self) -> list[str]:
         """The command."""
-        raise NotImplementedError(f"{type(self).__name__}.words")
+        raise NotImplementedError
 
     @property
     def variables(self) -> dict[str, str]:

@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.data.chat import decode
+from drafttrain.data.chat import decode, shared_length
 from drafttrain.data.failures import BadReply
 from drafttrain.data.image_parts import image_part, text_part, with_uris
 from drafttrain.data.servers import Requests
@@ -220,7 +220,7 @@ class ProvenServer:
             ) from bad
         read = value_of(reply, "prompt_token_ids", [])
         if read != row:
-            at = _first_difference(read, row)
+            at = shared_length(read, row)
             raise UserError(
                 f"url={self.url!r} reads a row of {len(row)} tokens with {counted(len(pictures), 'images')} as "
                 f"{len(read)} tokens, other ones from token {at} on; store its states here: drafttrain features "
@@ -307,7 +307,7 @@ class ProvenServer:
             return
         raise self._refused(
             f"its tokenizer makes {len(ids)} tokens of a text, the target's {len(wanted)}, and "
-            f"they differ from token {_first_difference(ids, wanted)} on"
+            f"they differ from token {shared_length(ids, wanted)} on"
         )
 
     def _check_record(self, transport: StatesTransport) -> None:
@@ -336,14 +336,6 @@ class ProvenServer:
         apart = float((found.float() - ours).norm() / ours.norm())
         if not apart <= 2 * torch.finfo(found.dtype).eps + 1e-5:  # NaN is refused too
             raise self._refused(f"its input embedding differs by {apart:.2g} of its norm")
-
-
-def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    """The place of the first token that differs."""
-    for place, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return place
-    return min(len(left), len(right))
 
 
 def _spread_ids(vocab_size: int) -> list[int]:

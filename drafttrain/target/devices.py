@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from drafttrain.errors import UserError, shown
+from drafttrain.errors import UserError, shown, text_of
 from drafttrain.ops.packing import cpu_has_bfloat16
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def cuda_failure() -> str:
     try:
         torch.cuda.init()
     except Exception as error:  # RuntimeError for drivers, AssertionError for builds
-        return " ".join(str(error).split()).partition(". ")[0]
+        return text_of(error).partition(". ")[0]
     return "no GPU is visible"
 
 

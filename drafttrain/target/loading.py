@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as logs
 
-from drafttrain.errors import UserError, without_xet
+from drafttrain.errors import UserError, text_of, without_xet
 from drafttrain.files import Json, hub_snapshot, open_tensors, read_json
 from drafttrain.target.fetch import resolve_target
 from drafttrain.target.parts import (
@@ -99,11 +99,8 @@ def loading(what: str, fix: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())
-        if not reason:
-            reason = type(error).__name__
         raise UserError(
-            f"{what} cannot be loaded ({reason[:300]}); {fix}{without_xet(error)}"
+            f"{what} cannot be loaded ({text_of(error)[:300]}); {fix}{without_xet(error)}"
         ) from error
     finally:
         for logger, level in zip(quiet, levels, strict=True):

@@ -24,7 +24,7 @@ from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.trainable import DecoderDrafter, TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class
-from drafttrain.errors import UserError, shown
+from drafttrain.errors import UserError, shown, text_of
 from drafttrain.extras import require
 from drafttrain.files import Json, read_json
 from drafttrain.losses import parse_loss
@@ -202,10 +202,7 @@ def one_line(keys: str) -> Iterator[None]:
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers, accelerate and DeepSpeed each raise their own
-        reason = " ".join(str(error).split())
-        if not reason:
-            reason = type(error).__name__
-        raise UserError(f"{keys}: {reason[:400]}; change that key of the recipe") from error
+        raise UserError(f"{keys}: {text_of(error)[:400]}; change that key of the recipe") from error
 
 
 def _reporters(given: object, config: TrainConfig) -> list[str]:

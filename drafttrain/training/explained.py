@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from transformers import TrainingArguments
 
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, text_of
 from drafttrain.files import is_disk_full
 from drafttrain.states.ahead import StatesLostError
 from drafttrain.training.checkpoint import newest_checkpoint
@@ -37,7 +37,7 @@ def explained(args: TrainingArguments) -> Iterator[None]:
         kept = "no checkpoint was written before"
         if last := newest_checkpoint(args):
             kept = f"{last} is kept, the same command continues from there"
-        text = " ".join(str(error).split())
+        text = text_of(error)
         no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if not no_memory:
             no_memory = any(sign in text for sign in _NO_MEMORY)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 from PIL import Image
 from transformers import AutoTokenizer
 
 from drafttrain.images import Picture, PictureStore
+from tests.files import dump_jsonl
 from tests.vlm_models import build
 
 TEMPLATE = (
@@ -57,7 +57,7 @@ def answer(text: str) -> dict:
 
 def write_rows(path: Path, rows: list[dict], count: int = 4) -> list[str]:
     """Writes prompts and a store of pictures beside them; returns the pictures' names."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dump_jsonl(path, rows)
     return stored(path.parent, count)
 
 

@@ -14,8 +14,9 @@ from drafttrain.data.chat import prompt_ids
 from drafttrain.errors import UserError
 from drafttrain.inference.sequence import Generation, Stats
 from drafttrain.target import load_shell
+from tests.files import FIXTURES
 
-TARGET = str(Path(__file__).parents[1] / "fixtures" / "target")
+TARGET = str(FIXTURES / "target")
 ASKED = [{"role": "user", "content": "hi there"}]
 SAID = {"role": "assistant", "content": "hello to you"}
 

@@ -19,6 +19,7 @@ from drafttrain.files import write_jsonl
 from tests.conftest import CHAT_TEMPLATE, make_tokenizer
 from tests.data.commands import generate
 from tests.data.faulty_server import Handler, LocalServer, chat, completion
+from tests.files import load_json, load_jsonl
 
 
 class Server(LocalServer):
@@ -295,7 +296,7 @@ def test_vllm_applies_what_it_can_of_the_generation_config(
     path = target_dir / "generation_config.json"
     rules = {"repetition_penalty": 1.3, "suppress_tokens": [7], "bad_words_ids": [[8], [257]], "min_new_tokens": 5,
              "sequence_bias": [[[9], 0.5]], "no_repeat_ngram_size": 3}  # fmt: skip
-    path.write_text(json.dumps({**json.loads(path.read_text()), **rules}))
+    path.write_text(json.dumps({**load_json(path), **rules}))
     assert generate(target_dir, prompts, tmp_path / "out", "--backend", "vllm") == 0
     assert (
         "does not apply no_repeat_ngram_size of the target's generation_config"
@@ -529,7 +530,7 @@ def test_prompts_are_written_by_servers(target_dir, tmp_path, tokenizer, capsys)
         server.ids = lambda body: probe(body) if body["max_tokens"] == 1 else ids(body)
         assert write(target_dir, tmp_path / "p.jsonl", "--url", server.url) == 0
         asked = [body for _, body in server.requests]
-    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    rows = load_jsonl(tmp_path / "p.jsonl")
     said = " ".join(capsys.readouterr().out.split())
     assert len(rows) == 6 and all(
         row["messages"][0]["content"].startswith("Please tell me") for row in rows

@@ -22,6 +22,7 @@ from drafttrain.data.store import load_records
 from drafttrain.files import write_jsonl
 from tests.data import commands
 from tests.data.faulty_server import ENDLESS, FAULTS, FaultyServer
+from tests.files import load_json, load_jsonl
 
 REASONS = {
     "not JSON": {"bad JSON", "HTML", "latin-1", "deep nesting", "empty"},
@@ -111,11 +112,7 @@ def stored(folder) -> dict[str, dict]:
 
 def listed(folder) -> dict[str, dict]:
     path = folder / "failed-0000.jsonl"
-    return (
-        {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
-        if path.is_file()
-        else {}
-    )
+    return {row["id"]: row for row in load_jsonl(path)} if path.is_file() else {}
 
 
 @pytest.mark.parametrize("schema", [ChatReply, TextReply, IdsReply, ModelList])
@@ -156,7 +153,7 @@ def test_every_fault_costs_its_conversation_only(generate, tokenizer):
     assert failed["bad redirect"]["detail"] == "redirects to http://127.0.0.1:9/v1"
     assert failed["bad 413"]["detail"] == '{"error": {"message": "no\\nway"}}'
     assert "choices.0.message.content=None" in failed["bad null content"]["detail"]
-    summary = json.loads((generate.folder / "summary.json").read_text())
+    summary = load_json(generate.folder / "summary.json")
     assert sum(summary["this_run"]["failed"].values()) == len(FAULTS)
 
     with FaultyServer() as server:  # the next run asks for what is missing, from the first turn on
@@ -330,7 +327,7 @@ def test_the_list_of_failures(tmp_path):
     for key, reason in (("a", "HTTP 500"), ("b", "not JSON"), ("c", "HTTP 500")):
         failures.add(key, BadReply(reason, "line one\nline \ud800 two \x1b[31m"))
     assert str(failures) == "HTTP 500 2, not JSON 1"
-    rows = [json.loads(line) for line in failures.path.read_text().splitlines()]
+    rows = load_jsonl(failures.path)
     assert [row["id"] for row in rows] == ["old", "a", "b", "c"] and rows[1][
         "detail"
     ] == "line one line   two  [31m"

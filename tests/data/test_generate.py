@@ -18,6 +18,7 @@ from drafttrain.files import write_jsonl
 from drafttrain.target import Target
 from tests.data import commands
 from tests.data.templates.families import FOLDER
+from tests.files import dump_jsonl, load_json
 
 
 def chat(key: str, *users: str, system: str = "") -> dict:
@@ -129,7 +130,7 @@ def test_conversations_are_stored_with_provenance(chatty_dir, prompts, tmp_path,
         torch.testing.assert_close(
             stored.get(key)["features"].float(), want.features[0].float(), rtol=1e-2, atol=1e-3
         )
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    summary = load_json(tmp_path / "out" / "summary.json")
     assert summary["conversations"] == 15
     assert summary["this_run"]["response_tokens"] == summary["response_tokens"]
     assert summary["truncated_share"] == pytest.approx(
@@ -171,9 +172,7 @@ def check_shares(output) -> None:
 def test_answers_follow_the_targets_generation_config(chatty_dir, prompts, tmp_path, capsys):
     path = chatty_dir / "generation_config.json"
     rules = {"no_repeat_ngram_size": 2, "min_new_tokens": 4}
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "repetition_penalty": 1.3, **rules})
-    )
+    path.write_text(json.dumps({**load_json(path), "repetition_penalty": 1.3, **rules}))
     assert generate(chatty_dir, prompts, tmp_path / "out", "--temperature", "0") == 0
     sampling = read_meta(tmp_path / "out")["sampling"]
     assert sampling["repetition_penalty"] == 1.3
@@ -564,7 +563,7 @@ def test_prompts_that_the_template_does_not_read_name_the_fix(target_dir, tmp_pa
 )
 def test_existing_conversations_that_teach_nothing(target_dir, tmp_path, capsys, row, message):
     path = tmp_path / "chats.jsonl"
-    path.write_text(json.dumps(row) + "\n")
+    dump_jsonl(path, [row])
     assert generate(target_dir, path, tmp_path / "out", "--backend", "existing") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert (
@@ -575,14 +574,14 @@ def test_existing_conversations_that_teach_nothing(target_dir, tmp_path, capsys,
         "id": "good",
         "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}],
     }
-    path.write_text(json.dumps(row) + "\n" + json.dumps(answered) + "\n")
+    dump_jsonl(path, [row, answered])
     assert generate(target_dir, path, tmp_path / "out", "--backend", "existing") == 0
     out = tmp_path / "out"
     *_, last, wrote, then = capsys.readouterr().out.splitlines()
     assert last.startswith(
         f"failed: 1 conversation (unusable row 1), listed in {out}/failed-0000.jsonl; unusable row: mend"
     )
-    listed = json.loads((out / "failed-0000.jsonl").read_text())
+    listed = load_json(out / "failed-0000.jsonl")
     assert listed["id"] == "q" and message in listed["detail"]
     assert wrote == f"wrote {out}"
     assert (

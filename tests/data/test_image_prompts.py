@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from drafttrain import cli
@@ -30,6 +28,7 @@ from tests.data.seeing import (
     user,
     write_rows,
 )
+from tests.files import load_jsonl
 
 ASK = "which colour is it?"
 
@@ -159,7 +158,7 @@ def prompts(tmp_path):
 
 def listed(output):
     """Reasons of failed rows, by id."""
-    rows = map(json.loads, (output / "failed-0000.jsonl").read_text().splitlines())
+    rows = load_jsonl(output / "failed-0000.jsonl")
     return {row["id"]: row["reason"] for row in rows}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from drafttrain.data.row_formats import checked_messages, parse_row
 from drafttrain.errors import UserError
 from drafttrain.images import BadPicture, PictureStore
 from tests.data.seeing import answer, picture, said, shown, stored, user, write_rows
+from tests.files import load_json, load_jsonl
 
 SEE = "What is on the left of this picture?"
 IMAGE = {"type": "image"}
@@ -110,7 +110,7 @@ def prompts(*words):
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return load_jsonl(path)
 
 
 def test_rows_of_a_file(tmp_path, capsys):
@@ -128,7 +128,7 @@ def test_rows_of_a_file(tmp_path, capsys):
     assert {path.name for path in (output.parent / "images").iterdir()} == names
     found = [row["messages"][0]["content"] for row in lines(output)]
     assert {parts[0]["image"] for parts in found if isinstance(parts, list)} == names
-    counts = json.loads(output.with_name("p.jsonl.summary.json").read_text())
+    counts = load_json(output.with_name("p.jsonl.summary.json"))
     bad = ("duplicate", "image: no such file", "image: broken", "image: URL")
     assert counts["kept"] == 3 and counts["dropped"] == dict.fromkeys(bad, 1)
 

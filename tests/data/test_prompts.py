@@ -28,6 +28,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import JsonlLog, write_jsonl
 from drafttrain.inference.responses import Finished, ResponseEngine
 from drafttrain.ops.sampling import SamplingParams
+from tests.files import load_json, load_jsonl
 
 TOPICS = ["red", "green", "blue", "slow", "quick", "round", "flat", "small"]
 
@@ -39,10 +40,6 @@ def user(text):
 def distinct(i):
     """Texts that share few words, so that none is a near duplicate."""
     return " ".join(f"{topic}{i * 31 + j}" for j, topic in enumerate(TOPICS[: 5 + i % 4]))
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_lines(path, rows):
@@ -182,7 +179,7 @@ def test_a_rows_own_id_stays(tmp_path, capsys):
     source = write_lines(tmp_path / "in.jsonl", rows)
     output = tmp_path / "out.jsonl"
     assert prompts("--source", "file", "--input", source, "--output", output) == 0
-    ids = {row["id"] for row in lines(output)}
+    ids = {row["id"] for row in load_jsonl(output)}
     assert {"7", "a/b"} < ids and len(ids) == 3
     said = capsys.readouterr().out.splitlines()
     assert said[-2:] == [
@@ -227,14 +224,14 @@ def test_file_source_end_to_end(tmp_path, capsys):
         1,
     )
     assert prompts(*args) == 0
-    kept = lines(output)
+    kept = load_jsonl(output)
     assert sorted(row["messages"][0]["content"] for row in kept) == sorted(
         distinct(i) for i in range(20)
     )
     assert [row["messages"][0]["content"] for row in kept] != [distinct(i) for i in range(20)]
     assert len({row["id"] for row in kept}) == 20
     assert {row["source"] for row in kept} == {"in.jsonl"}
-    summary = json.loads((tmp_path / "out" / "prompts.jsonl.summary.json").read_text())
+    summary = load_json(tmp_path / "out" / "prompts.jsonl.summary.json")
     assert (summary["read"], summary["kept"]) == (24, 20)
     assert summary["dropped"] == {
         "unknown format": 1,
@@ -249,7 +246,7 @@ def test_file_source_end_to_end(tmp_path, capsys):
     assert prompts(*args[:-1], 2) == 2
     assert "was made with seed=1; give --overwrite" in capsys.readouterr().err
     assert prompts(*args[:-1], 2, "--overwrite", "--count", 5) == 0
-    assert len(lines(output)) == 5
+    assert len(load_jsonl(output)) == 5
     assert [path.name for path in output.parent.iterdir() if path.name.startswith(".")] == []
 
 
@@ -259,9 +256,9 @@ def test_own_suites_are_kept_clear_of_by_default(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [{"turns": own["turns"]}, {"prompt": distinct(0)}])
     args = ("--source", "file", "--input", source, "--output")
     assert prompts(*args, tmp_path / "a.jsonl") == 0
-    assert len(lines(tmp_path / "a.jsonl")) == 1
+    assert len(load_jsonl(tmp_path / "a.jsonl")) == 1
     assert prompts(*args, tmp_path / "b.jsonl", "--no-exclude-suites") == 0
-    assert len(lines(tmp_path / "b.jsonl")) == 2
+    assert len(load_jsonl(tmp_path / "b.jsonl")) == 2
 
 
 def test_dataset_source_with_mapped_columns(tmp_path, capsys):
@@ -279,7 +276,7 @@ def test_dataset_source_with_mapped_columns(tmp_path, capsys):
     assert prompts(*args, "prompt=question") == 2
     assert "has no column 'question'; it has ask, n" in capsys.readouterr().err
     assert prompts(*args, "prompt=ask") == 0
-    assert len(lines(tmp_path / "out.jsonl")) == 7
+    assert len(load_jsonl(tmp_path / "out.jsonl")) == 7
     assert prompts("--source", tmp_path / "none", "--output", tmp_path / "x.jsonl") == 2
     assert "cannot be read" in capsys.readouterr().err
 
@@ -297,7 +294,9 @@ def test_token_limits_use_the_targets_tokenizer(tmp_path, target_dir):
         50,
     )
     assert prompts(*args, "--target", target_dir) == 0
-    assert [row["messages"][0]["content"] for row in lines(tmp_path / "out.jsonl")] == ["a" * 40]
+    assert [row["messages"][0]["content"] for row in load_jsonl(tmp_path / "out.jsonl")] == [
+        "a" * 40
+    ]
 
 
 def csv_prompts(request):
@@ -322,8 +321,8 @@ def test_a_source_is_a_function_and_an_entry(tmp_path, monkeypatch, capsys):
     assert prompts("--source", "csv", "--output", output) == 2
     assert "source=csv needs --input FILE.csv" in capsys.readouterr().err
     assert prompts("--source", "csv", "--input", table, "--output", output) == 0
-    assert sorted(row["id"] for row in lines(output)) == [f"q{i}" for i in range(5)]
-    assert {row["source"] for row in lines(output)} == {"questions.csv"}
+    assert sorted(row["id"] for row in load_jsonl(output)) == [f"q{i}" for i in range(5)]
+    assert {row["source"] for row in load_jsonl(output)} == {"questions.csv"}
     assert "dropped: shorter than 10 characters" in capsys.readouterr().out
 
 
@@ -334,7 +333,7 @@ def test_a_source_may_have_a_count_of_its_own(tmp_path, monkeypatch):
 
     monkeypatch.setitem(SOURCES, "endless", Source(endless, default_count=7))
     assert prompts("--source", "endless", "--output", tmp_path / "out.jsonl") == 0
-    assert len(lines(tmp_path / "out.jsonl")) == 7
+    assert len(load_jsonl(tmp_path / "out.jsonl")) == 7
 
 
 # -- magpie ---------------------------------------------------------------------------------------------------------
@@ -504,8 +503,8 @@ def test_the_magpie_command(tmp_path, target_dir, monkeypatch, capsys):
     ]
     assert prompts(*args, "--openings", "none") == 0
     assert made[0][0] == 8
-    assert {row["source"] for row in lines(output)} == {"magpie"}
-    assert len(lines(output)) == 9
+    assert {row["source"] for row in load_jsonl(output)} == {"magpie"}
+    assert len(load_jsonl(output)) == 9
     assert sorted(path.name for path in tmp_path.glob("p.*")) == ["p.jsonl", "p.jsonl.summary.json"]
     assert "dropped: unfinished" in capsys.readouterr().out
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.data.templates.conversations import CASES
 from tests.data.templates.families import FAMILIES
 from tests.data.templates.table import HEADER, PATHS, cells, row
+from tests.files import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = ROOT / "docs" / "data.md"
 ONE_CALL = {  # the template writes one call a turn, so a second one has no place in a later prompt
     "engine": (1, "template_refuses_answer"),
     "ids": (1, "template_refuses_answer"),

@@ -23,6 +23,7 @@ from drafttrain.target import Target
 from tests.conftest import make_tokenizer
 from tests.data.records import conversation_record
 from tests.data.tool_templates import TEMPLATE, tokenizer_with
+from tests.files import dump_json
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "Get Weather", "parameters": SCHEMA}}
@@ -90,7 +91,7 @@ def test_published_shapes_become_one_form(row):
 )  # fmt: skip
 def test_bad_rows_are_one_line(tmp_path, change, message):
     path = tmp_path / "p.jsonl"
-    path.write_text(json.dumps({"id": "a", "messages": [ASKED], **change}))
+    dump_json(path, {"id": "a", "messages": [ASKED], **change})
     with pytest.raises(UserError) as error:
         read_prompts(path)
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -14,7 +14,7 @@ from drafttrain import cli
 from drafttrain.data.servers import Requests
 from drafttrain.data.store import load_records
 from drafttrain.files import write_jsonl
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 LIMIT = 600.0  # seconds of the server's start
@@ -24,8 +24,7 @@ LIMIT = 600.0  # seconds of the server's start
 def server(tmp_path):
     """URL of vLLM with a tiny target, saved in tmp_path/target."""
     target = make_target(hidden=128)
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
+    save_target(target, tmp_path / "target")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from drafttrain import drafters
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
+from tests.files import ROOT
 from tests.training.runs import write_data
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "developer" / "add-a-drafter-kind.md"
 
 SCRIPT = """
@@ -80,8 +80,7 @@ def blocks() -> dict[str, str]:
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kind")
     target = make_target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
+    save_target(target, folder / "target")
     data = write_data(folder / "data", target)
     for path, text in blocks().items():
         (folder / "kinds" / path).parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,6 @@ follows, and a tree drawn from the drafter holds q of every node.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,10 +42,11 @@ from tests.drafters.contract import (
     session_at,
     the_target,
 )
+from tests.files import ROOT
 from tests.inference.turns import OPENING, talk
 from tests.ops.transformers_sampling import p_value
 
-RECIPES = Path(__file__).parents[2] / "configs" / "smollm2-135m"
+RECIPES = ROOT / "configs" / "smollm2-135m"
 TREES = (
     "chain:3",
     "fanout:3x2x1",

@@ -14,8 +14,9 @@ from drafttrain.drafters.base import Drafter, Session
 from drafttrain.drafters.common.rows import JointSession
 from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.errors import UserError
+from tests.files import ROOT
 
-PACKAGE = Path(__file__).resolve().parents[2] / "drafttrain"
+PACKAGE = ROOT / "drafttrain"
 FOLDERS = (
     "drafters",
     "training",

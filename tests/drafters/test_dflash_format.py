@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,19 +14,20 @@ from drafttrain.drafters.shipping import (
     shipping,
 )
 from drafttrain.errors import UserError
+from tests.conftest import save_target
 from tests.drafters.block_kinds import shaken
+from tests.files import load_json
 
 
 def exported(target, folder, **options):
     drafter = shaken(DFlash, target, **{"feature_layers": (1, 2, 3), **options})
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
+    save_target(target, folder / "target")
     drafter.config.target["name"] = str(folder / "target")
     drafter.save_pretrained(folder / "ours")
     trained = find_drafter(str(folder / "ours"))
     request = ExportRequest(folder, torch.float32, str(folder / "target"))
     check_expressible(trained, "vllm").write(trained, "vllm", request)
-    return trained, json.loads((folder / "config.json").read_text())
+    return trained, load_json(folder / "config.json")
 
 
 @pytest.mark.thorough

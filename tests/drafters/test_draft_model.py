@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from random import Random
 
 import pytest
@@ -38,9 +37,9 @@ from tests.drafters.helpers import (
 )
 from tests.drafters.layer_kinds import check_padding
 from tests.drafters.overfitting import overfit
+from tests.files import load_json
 from tests.inference.fakes import FAMILIES, VOCAB, family
-
-needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+from tests.marks import needs_compiler
 
 
 def other_rows(target, rows, seed=2):
@@ -453,9 +452,9 @@ def test_it_is_saved_as_a_plain_checkpoint(target, name, tmp_path):
             if parameter.requires_grad:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     drafter.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = load_json(tmp_path / "config.json")
     assert config["architectures"] == ["LlamaForCausalLM"] and "drafter_kind" not in config
-    assert json.loads((tmp_path / "drafttrain.json").read_text())["target"]["name"] == "tiny"
+    assert load_json(tmp_path / "drafttrain.json")["target"]["name"] == "tiny"
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = make_batch().input_ids
     torch.testing.assert_close(theirs(ids).logits, drafter.lm(ids).logits, rtol=1e-4, atol=1e-4)

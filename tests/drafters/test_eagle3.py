@@ -9,13 +9,10 @@ from drafttrain.batch import anchors_by_depth
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.errors import UserError
-from drafttrain.ops.native import cpu_kernels
 from drafttrain.states.source import TargetSource
 from tests.conftest import make_target
 from tests.drafters.helpers import make_batch, make_drafter, step_inputs
 from tests.drafters.layer_kinds import check_padding, check_trees
-
-needs_compiler = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 
 
 def test_anchors_are_nested_and_end_before_the_response_does():

@@ -27,9 +27,13 @@ from tests.drafters.helpers import make_batch, make_drafter, run_step, source_of
 from tests.drafters.layer_kinds import check_packed_rows, check_parity
 
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}  # fmt: skip
+}
 OPTIONS = [
     {},
     {"num_key_value_heads": 4, "intermediate_size": 40, "fc_norm": True},
@@ -113,10 +117,16 @@ def test_gradient_checkpointing_gives_the_same_gradients(target, options):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
-    [{"num_hidden_layers": 2}, {"norm_before_residual": True, "norm_before_fc": True}, {"fc_norm": True},
-     {"attention_bias": True, "norm_output": True}, {"hidden_size": 24, "head_dim": 8}, EVERYTHING],
+    [
+        {"num_hidden_layers": 2},
+        {"norm_before_residual": True, "norm_before_fc": True},
+        {"fc_norm": True},
+        {"attention_bias": True, "norm_output": True},
+        {"hidden_size": 24, "head_dim": 8},
+        EVERYTHING,
+    ],
     ids=lambda o: "everything" if len(o) > 9 else next(iter(o)),
-)  # fmt: skip
+)
 def test_the_closed_form_start_serves_every_option(options):
     target = make_target(hidden=32)
     drafter = make_drafter(target, **{"head_dim": 8, "ttt_steps": 3, **options})
@@ -149,9 +159,15 @@ def test_rotary_tables_are_those_of_transformers(parameters):
 
 def test_a_target_of_qwen3_hands_on_its_query_norms_and_long_context():
     shape = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 300,
+        "tie_word_embeddings": True,
+    }
     model = Qwen3ForCausalLM(
         Qwen3Config(**shape, rope_parameters=dict(YARN), max_position_embeddings=64)
     )
@@ -205,9 +221,15 @@ def test_soft_capped_targets_are_what_the_drafter_learns():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     shape = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "initializer_range": 0.4,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 300,
+        "initializer_range": 0.4,
+    }
     torch.manual_seed(0)
     reference = Gemma2ForCausalLM(Gemma2Config(**shape, final_logit_softcapping=2.0)).eval()
     target = Target.wrap(reference, make_tokenizer(300), name="gemma2", dtype=torch.float32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,6 +12,7 @@ from drafttrain.errors import UserError
 from drafttrain.formats.engines import ENGINES
 from tests.conftest import make_target
 from tests.drafters.eagle3_files import FLAGS, FLAT, SPECULATORS, make_head, prove, write_eagle3
+from tests.files import dump_json, load_json
 
 # the format of each form
 VLLM = ENGINES["vLLM"]
@@ -63,7 +62,7 @@ def test_a_changed_weight_or_key_is_noticed(target, tmp_path, form):
     file = tmp_path / "model.safetensors"
     config = tmp_path / "config.json"
     weights = load_file(file)
-    described = json.loads(config.read_text())
+    described = load_json(config)
     layer = described["transformer_layer_config"] if form == SPECULATORS else described
     for change in (
         {"rms_norm_eps": 0.1},
@@ -71,16 +70,16 @@ def test_a_changed_weight_or_key_is_noticed(target, tmp_path, form):
     ):
         before = {key: layer[key] for key in change}
         layer.update(change)
-        config.write_text(json.dumps(described))
+        dump_json(config, described)
         with pytest.raises(UserError, match="computes something else"):
             prove(head, tmp_path / "ours", tmp_path)
         layer.update(before)
     described["norm_output"] = True
-    config.write_text(json.dumps(described))
+    dump_json(config, described)
     with pytest.raises(UserError, match="computes something else"):
         prove(head, tmp_path / "ours", tmp_path)
     described["norm_output"] = False
-    config.write_text(json.dumps(described))
+    dump_json(config, described)
     save_file({**weights, "d2t": torch.zeros_like(weights["d2t"])}, file)
     with pytest.raises(UserError, match="computes something else"):
         prove(head, tmp_path / "ours", tmp_path)
@@ -97,7 +96,7 @@ def test_names_and_keys_are_the_engines(target, tmp_path):
     head = make_head(target, feature_layers=(1, 3, 6))
     write_eagle3(head, tmp_path / "s", SPECULATORS, speculative_tokens=5, target_name="user/target")
     write_eagle3(head, tmp_path / "f", FLAT)
-    config = json.loads((tmp_path / "s" / "config.json").read_text())
+    config = load_json(tmp_path / "s" / "config.json")
     assert config["architectures"] == ["Eagle3Speculator"]
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
     assert config["transformer_layer_config"]["model_type"] == "llama"
@@ -114,7 +113,7 @@ def test_names_and_keys_are_the_engines(target, tmp_path):
         "tie_word_embeddings",
     ):
         assert config[flag] is False
-    flat = json.loads((tmp_path / "f" / "config.json").read_text())
+    flat = load_json(tmp_path / "f" / "config.json")
     assert flat["architectures"] == ["LlamaForCausalLMEagle3"]
     assert flat["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]  # vLLM takes them as they are
     assert flat["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]  # SGLang adds one
@@ -155,7 +154,7 @@ def test_what_a_form_cannot_say_is_refused_with_every_reason(target, tmp_path):
         "fc takes three; supported since SGLang 0.5.12"
     )
     write_eagle3(two, tmp_path / "two", FLAT, dtype=torch.float32)
-    described = json.loads((tmp_path / "two" / "config.json").read_text())
+    described = load_json(tmp_path / "two" / "config.json")
     assert (
         described["architectures"] == ["LlamaForCausalLMEagle3"]
         and described["num_aux_hidden_states"] == 2
@@ -172,7 +171,7 @@ def test_imports_of_others_checkpoints(target, tmp_path):
     file = tmp_path / "model.safetensors"
     config = tmp_path / "config.json"
     weights = load_file(file)
-    described = json.loads(config.read_text())
+    described = load_json(config)
     for key in (
         "rope_parameters",
         "num_aux_hidden_states",
@@ -181,7 +180,7 @@ def test_imports_of_others_checkpoints(target, tmp_path):
     ):
         described.pop(key)
     described |= {"rope_theta": 77.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    config.write_text(json.dumps(described))
+    dump_json(config, described)
     save_file({f"model.{k}" if "midlayer" in k else k: v for k, v in weights.items()}
               | {"embed_tokens.weight": target.embed_weight.half()}, file)  # fmt: skip
     target.model.save_pretrained(tmp_path / "target")
@@ -197,7 +196,7 @@ def test_imports_of_others_checkpoints(target, tmp_path):
         "missing": ({"intermediate_size": None}, "no intermediate_size"),
     }
     for change, message in refused.values():
-        config.write_text(json.dumps({**described, **change}))
+        dump_json(config, {**described, **change})
         with pytest.raises(UserError, match=message):
             SHIPPING.read(tmp_path, target.identity())
 
@@ -209,7 +208,7 @@ def test_variants_of_published_configs(target, tmp_path):
     file = tmp_path / "model.safetensors"
     config = tmp_path / "config.json"
     weights = load_file(file)
-    described = json.loads(config.read_text())
+    described = load_json(config)
     layer = described["transformer_layer_config"]
     for key in ("rope_parameters", "num_aux_hidden_states", "attention_bias", "mlp_bias"):
         layer.pop(key)
@@ -220,7 +219,7 @@ def test_variants_of_published_configs(target, tmp_path):
         "rope_scaling": None,
         "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
     }
-    config.write_text(json.dumps(described))
+    dump_json(config, described)
     weights |= {
         "d2t": weights["d2t"].int(),
         "t2d": weights["t2d"].long(),
@@ -231,7 +230,7 @@ def test_variants_of_published_configs(target, tmp_path):
     for shard, held in shards.items():
         save_file({name: weights[name] for name in held}, tmp_path / shard)
     index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    dump_json(tmp_path / "model.safetensors.index.json", index)
     file.unlink()
     back = SHIPPING.read(tmp_path, target.identity())
     assert back.config.norm_before_residual is True  # what vLLM takes where this form does not say
@@ -249,13 +248,11 @@ def test_variants_of_published_configs(target, tmp_path):
         ({"norm_before_fc": True}, "lacks weights: input_norm.weight"),
         ({"eagle_config": {"norm_before_fc": True}}, "lacks weights: input_norm.weight"),
     ):
-        config.write_text(
-            json.dumps({**described, "transformer_layer_config": {**layer, **change}, **change})
-        )
+        dump_json(config, {**described, "transformer_layer_config": {**layer, **change}, **change})
         with pytest.raises(UserError, match=message):
             SHIPPING.read(tmp_path, target.identity())
     (tmp_path / "model-2.safetensors").unlink()
-    config.write_text(json.dumps(described))
+    dump_json(config, described)
     with pytest.raises(UserError, match="cannot be read"):
         SHIPPING.read(tmp_path, target.identity())
 
@@ -307,7 +304,7 @@ def test_every_flag_is_written_read_and_computed(target, tmp_path, form, flags):
         plain or tensorrt
     )
     if form == FLAT and not (plain or newer):
-        described = json.loads((tmp_path / "a" / "config.json").read_text())
+        described = load_json(tmp_path / "a" / "config.json")
         assert described["architectures"] == [
             "Eagle3Qwen3ForCausalLM" if "qk_norm" in flags else "Eagle3LlamaForCausalLM"
         ]

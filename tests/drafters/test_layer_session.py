@@ -15,9 +15,10 @@ from drafttrain.ops.tree_cache import TreeCache
 from tests.conftest import make_target
 from tests.drafters.helpers import check_same_trees, make_batch, make_drafter
 from tests.drafters.layer_kinds import check_parity, make_kind
+from tests.marks import needs_compiler
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@needs_compiler
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 6}, {"num_hidden_layers": 2, "sliding_window": 9}], ids=str
 )
@@ -60,7 +61,7 @@ def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, o
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@needs_compiler
 @pytest.mark.parametrize(
     ("kind", "options", "expected"),
     [

@@ -18,8 +18,7 @@ from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.export.serving_recipes import recipes
 from drafttrain.target import Target
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+from tests.files import FIXTURES, load_json
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def edit(folder, change=None, name="model.safetensors", **keys):
             {"format": "pt"},
         )
     file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
+    file.write_text(json.dumps({**load_json(file), **keys}))
 
 
 def spoil(name, value):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +15,7 @@ from drafttrain.target.own_layer import OwnLayer, causal
 from tests.drafters.helpers import check_gradients, make_batch, run_step
 from tests.drafters.layer_kinds import check_parity, check_round_trip, check_trees
 from tests.drafters.native_families import FAMILIES, VOCAB, H, reference, write_checkpoint
+from tests.files import load_json
 
 ALL = torch.arange(VOCAB)
 
@@ -150,7 +149,7 @@ def test_an_export_is_the_familys_own_layout(name, tmp_path):
     assert written.keys() == {form.module + key for key in tensors}
     for key, weight in tensors.items():
         torch.testing.assert_close(written[form.module + key], weight, msg=key)
-    config = json.loads((out / "config.json").read_text())
+    config = load_json(out / "config.json")
     assert config["architectures"] == [form.model.__name__]
     assert config.get("num_nextn_predict_layers") or config["mtp_num_hidden_layers"] == 1
     figures = shipping("mtp").check(trained, out)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +14,7 @@ from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
 from tests.drafters.growing import expand
 from tests.drafters.helpers import make_batch, make_drafter
+from tests.files import dump_json
 
 VOCAB = 6
 FIXED = ("chain:3", "fanout:3x2x1", "paths:0,1,0-0,0-1,1-0,0-0-0")
@@ -255,7 +254,7 @@ def test_any_closed_set_of_paths_is_a_tree(leaves):
 
 def test_paths_may_come_from_a_file(tmp_path):
     file = tmp_path / "choices.json"
-    file.write_text(json.dumps([[0], [0, 0], [1], [0, 1]]))
+    dump_json(file, [[0], [0, 0], [1], [0, 1]])
     assert str(TreeSpec.parse(f"paths:{file}@sample")) == "paths:0,1,0-0,0-1@sample"
     file.write_text('{"a": 1}')
     with pytest.raises(UserError, match="must hold a list of lists of ranks"):

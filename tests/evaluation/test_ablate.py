@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from drafttrain.errors import UserError
+from tests.files import ROOT, load_json
 
-ROOT = Path(__file__).resolve().parents[2]
 # What each run accepts: tokens and passes of two prompts.
 PASSES = {"plain": (20, 10), "normed": (16, 8)}
 
@@ -63,7 +61,7 @@ def test_each_variant_is_trained_by_each_seed_and_compared_with_the_first(
     monkeypatch.setattr(script.compare_kinds, "measure", measure)
     monkeypatch.setattr(sys, "argv", ["ablate.py", *words_of(tmp_path), "--seeds", "0", "3"])
     assert script.main() == 0
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = load_json(tmp_path / "out.json")
 
     assert sorted(trained) == [
         ("dflash", ["drafter.fc_norm=true"], 0),

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import yaml
@@ -15,9 +14,8 @@ import yaml
 from drafttrain import cli
 from drafttrain.errors import UserError
 from drafttrain.training.limits import TimeBudget
+from tests.files import ROOT, load_json
 from tests.training.runs import write_data
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -94,7 +92,7 @@ def test_all_kinds_are_compared_and_failures_stop_nothing(
     args = compare.arguments(words)
     summary = compare.run(args)
 
-    assert summary == json.loads(args.output.read_text())
+    assert summary == load_json(args.output)
     assert summary["settings"] == ["T=0 chain:2", "T=1 chain:2"]
     done = summary["trainings"]["eagle3"]
     assert (

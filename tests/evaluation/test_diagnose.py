@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from drafttrain import cli
 from drafttrain.evaluation.diagnose import diagnose, slow_categories
 from tests.evaluation.records import prompt, results_of
+from tests.files import dump_json, load_json
 
 
 def causes(records, training=None, others=(), **more):
@@ -184,7 +183,7 @@ def test_a_slow_drafter():
 def test_slow_kinds_are_switched_off_in_the_drafters_folder(tmp_path, capsys):
     records = [prompt("chat", accepted=2), *[prompt("code", accepted=0, seconds=2.0)] * 4]
     records += [{**prompt("poetry", accepted=0), "speculation": False}]
-    (tmp_path / "results.json").write_text(json.dumps(results_of(records)))
+    dump_json(tmp_path / "results.json", results_of(records))
     arguments = ["diagnose", str(tmp_path / "results.json"), "--apply", "--drafter"]
     assert cli.main([*arguments, str(tmp_path / "nowhere")]) == 2
     assert "is not a drafter's folder" in capsys.readouterr().err
@@ -194,7 +193,7 @@ def test_slow_kinds_are_switched_off_in_the_drafters_folder(tmp_path, capsys):
     (folder / "decoding.json").write_text('{"tree": "chain:4", "off": ["chat", "poetry", "maths"]}')
     assert cli.main([*arguments, f"{folder}+ngram"]) == 0
     # chat pays again, code does not, poetry was decoded plainly and maths not asked: both stay
-    assert json.loads((folder / "decoding.json").read_text()) == {
+    assert load_json(folder / "decoding.json") == {
         "tree": "chain:4",
         "off": ["code", "maths", "poetry"],
     }

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -14,16 +12,16 @@ from hypothesis import given
 from drafttrain.evaluation.plausibility import implausible
 from drafttrain.reports.report import identity_line, print_results, warnings_of
 from drafttrain.reports.report_page import page, run_names
+from tests.files import ROOT, load_json
 from tests.fuzz import fuzz, seeds
 
-ROOT = Path(__file__).resolve().parents[2]
 OWN = sorted((ROOT / "eval" / "results").rglob("*.json"))
-RESULTS = json.loads((ROOT / "eval" / "results" / "quickstart_smollm2-135m_cpu.json").read_text())
+RESULTS = load_json(ROOT / "eval" / "results" / "quickstart_smollm2-135m_cpu.json")
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.stem)
 def test_our_own_results_are_plausible(path):
-    assert implausible(json.loads(path.read_text())) == []
+    assert implausible(load_json(path)) == []
 
 
 def changed(**places: object) -> dict:

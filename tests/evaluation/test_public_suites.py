@@ -4,195 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 
 import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
 
-from drafttrain.data.chat import ChatInputs
 from drafttrain.errors import UserError
 from drafttrain.evaluation import bfcl
-from drafttrain.evaluation.suites import PUBLIC, Question, load_suite
+from drafttrain.evaluation.suites import Question, load_suite, public_suites
 from drafttrain.files import write_jsonl
+from tests.files import dump_json
 
-ROWS = {
-    "spec_bench": {"question_id": 81, "category": "writing", "turns": ["a", "b"], "reference": []},
-    "mt_bench": {"prompt": ["a", "b"], "prompt_id": 7, "category": "math", "reference": []},
-    "humaneval": {
-        "task_id": "HumanEval/0",
-        "prompt": "def f(x):\n    '''One more.'''\n",
-        "canonical_solution": "    return x + 1\n",
-        "test": "assert f(1) == 2",
-        "entry_point": "f",
-    },
-    "gsm8k": {"question": "What is 1 + 1?", "answer": "It is\n#### 2"},
-    "math_500": {
-        "problem": "What is 1 + 1?",
-        "solution": "It is 2.",
-        "answer": "2",
-        "subject": "Prealgebra",
-        "level": 1,
-        "unique_id": "test/prealgebra/1.json",
-    },
-    "aime_2024": {
-        "id": 60,
-        "problem": "Find x.",
-        "solution": "204",
-        "answer": "204",
-        "url": "",
-        "year": "2024",
-    },
-    "aime_2025": {"problem": "Find y.", "answer": "70", "id": "0"},
-    "livecodebench": {
-        "question_title": "A. Sum",
-        "question_content": "Add two numbers.",
-        "platform": "codeforces",
-        "question_id": "1873_A",
-        "starter_code": "",
-        "difficulty": "easy",
-    },
-    "longbench": {
-        "_id": "66f3",
-        "domain": "Single-Document QA",
-        "question": "Who?",
-        **{f"choice_{letter}": letter.lower() for letter in "ABCD"},
-        "answer": "D",
-        "context": "A long story.",
-    },
-    "bfcl": {
-        "id": "live_multiple_3-2-0",
-        "question": [
-            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Square 3."}]
-        ],
-        "function": [
-            {
-                "name": "math.square",
-                "description": "Squares.",
-                "parameters": {
-                    "type": "dict",
-                    "properties": {
-                        "x": {"type": "float"},
-                        "type": {"type": "tuple", "items": {"type": "any"}, "default": {"a": 1}},
-                    },
-                    "required": ["x"],
-                },
-            }
-        ],
-    },
-    "alpaca": {
-        "instruction": "Sort these.",
-        "input": "c, a",
-        "output": "a, c",
-        "text": "Below is ...",
-    },
-    "cnn_dm": {"article": "It rained.", "highlights": "Rain.", "id": "f001"},
-    "mbpp": {
-        "task_id": 2,
-        "prompt": "Return the larger of two numbers.",
-        "code": "def f(a, b): return max(a, b)",
-        "test_imports": [],
-        "test_list": ["assert f(1, 2) == 2", "assert f(3, 0) == 3"],
-    },
-    "gpqa": {
-        "Record ID": "rec7",
-        "Question": "Which is noble?\n",
-        "Correct Answer": "Neon",
-        "Incorrect Answer 1": "Iron",
-        "Incorrect Answer 2": " Zinc",
-        "Incorrect Answer 3": "Lead",
-        "High-level domain": "Chemistry",
-    },
-    "arena_hard": {
-        "uid": "9f",
-        "category": "creative_writing",
-        "subcategory": "creative_writing",
-        "language": "English",
-        "prompt": "Write a haiku.",
-    },
-    "speculator_benchmarks": {"prompt": "Hello."},
-    "speed_bench": {
-        "question_id": "q-1",
-        "category": "coding",
-        "sub_category": "",
-        "turns": ["a", "b"],
-        "source": "s",
-        "src_id": "1",
-        "difficulty": "",
-        "multiturn": True,
-    },
-}
-EXPECTED = {
-    "spec_bench": Question("81", "mt_bench", ("a", "b")),
-    "mt_bench": Question("7", "math", ("a", "b")),
-    "gsm8k": Question("0", "gsm8k", ("What is 1 + 1?",)),
-    "math_500": Question("test/prealgebra/1.json", "Prealgebra", ("What is 1 + 1?",)),
-    "aime_2024": Question("60", "aime_2024", ("Find x.",)),
-    "aime_2025": Question("0", "aime_2025", ("Find y.",)),
-    "livecodebench": Question(
-        "1873_A",
-        "easy",
-        (
-            "Solve this task with a Python program.\n\nAdd two numbers.\n\nRead from stdin and write to stdout.",
-        ),
-    ),
-    "longbench": Question(
-        "66f3",
-        "Single-Document QA",
-        (
-            "A long story.\n\nWho?\n(A) a\n(B) b\n(C) c\n(D) d\n\nAnswer with a letter, and say why in a few sentences.",
-        ),
-    ),
-    "bfcl": Question(
-        "live_multiple_3-2-0",
-        "live_multiple",
-        ("Square 3.",),
-        ({"role": "system", "content": "Be brief."},),
-        ChatInputs(
-            (
-                {
-                    "type": "function",
-                    "function": {
-                        "name": "math_square",
-                        "description": "Squares.",
-                        "parameters": {
-                            "type": "object",
-                            "properties": {
-                                "x": {"type": "number"},
-                                "type": {
-                                    "type": "array",
-                                    "items": {"type": "string"},
-                                    "default": {"a": 1},
-                                },
-                            },
-                            "required": ["x"],
-                        },
-                    },
-                },
-            )
-        ),
-    ),
-    "alpaca": Question("0", "alpaca", ("Sort these.\n\nc, a",)),
-    "mbpp": Question(
-        "2",
-        "mbpp",
-        (
-            "Write a Python function. Return the larger of two numbers.\n\nThese tests must pass:\n\n"
-            "```python\nassert f(1, 2) == 2\nassert f(3, 0) == 3\n```",
-        ),
-    ),
-    "gpqa": Question(
-        "rec7",
-        "Chemistry",
-        (
-            "Which is noble?\n\n(A) Iron\n(B) Lead\n(C) Neon\n(D) Zinc\n\n"
-            "Reason step by step, then answer with a letter.",
-        ),
-    ),
-    "arena_hard": Question("9f", "creative_writing", ("Write a haiku.",)),
-    "speculator_benchmarks": Question("0", "rows", ("Hello.",)),
-    "speed_bench": Question("q-1", "coding", ("a", "b")),
-}
+TABLE = yaml.safe_load(Path(__file__).with_name("public_rows.yaml").read_text())
+ROWS = {name: entry["row"] for name, entry in TABLE.items()}
 
 
 def write(path, *rows):
@@ -204,9 +31,9 @@ def write(path, *rows):
 def test_rows_in_the_benchmarks_own_format(tmp_path, name):
     suite = load_suite(f"{name}:{write(tmp_path / 'rows.jsonl', ROWS[name])}")
     (question,) = suite.questions
-    assert suite.license == PUBLIC[name].license
-    if name in EXPECTED:
-        assert question == EXPECTED[name]
+    assert suite.license == public_suites()[name].license
+    if "question" in TABLE[name]:
+        assert question == Question.from_row(TABLE[name]["question"], 0, "")
     elif name == "humaneval":
         assert (question.question_id, question.category) == ("HumanEval/0", "humaneval")
         assert "```python\ndef f(x):\n    '''One more.'''\n```" in question.turns[0]
@@ -218,7 +45,7 @@ def test_rows_in_the_benchmarks_own_format(tmp_path, name):
 
 def test_every_public_suite_is_covered():
     # Those with images: tests/evaluation/test_image_suites.py.
-    texts = {name for name, suite in PUBLIC.items() if not suite.sees}
+    texts = {name for name, suite in public_suites().items() if not suite.sees}
     assert set(ROWS) == {name for name in texts if not name.startswith("speed_bench_")}
 
 
@@ -257,7 +84,7 @@ def test_files_as_the_hub_keeps_them(tmp_path):
     zipped.write_bytes(gzip.compress(json.dumps(ROWS["humaneval"]).encode()))
     assert load_suite(f"humaneval:{zipped}").questions[0].question_id == "HumanEval/0"
     array = tmp_path / "alpaca_data.json"
-    array.write_text(json.dumps([ROWS["alpaca"]] * 2))
+    dump_json(array, [ROWS["alpaca"]] * 2)
     assert len(load_suite(f"alpaca:{array}").questions) == 2
     csv = tmp_path / "test.csv"
     csv.write_text('id,article,highlights\n7,"It rained.",Rain.\n')

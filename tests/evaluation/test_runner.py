@@ -24,6 +24,7 @@ from tests.conftest import QUESTIONS, make_target
 from tests.data.templates.families import FOLDER
 from tests.drafters.helpers import make_drafter
 from tests.evaluation import records
+from tests.files import load_json
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def command(target_dir, suite, tmp_path):
 
 
 def read(tmp_path):
-    return json.loads((tmp_path / "results.json").read_text())
+    return load_json(tmp_path / "results.json")
 
 
 def error_of(capsys, arguments) -> str:
@@ -114,7 +115,7 @@ def test_tools_of_a_suite_are_measured_by_category(command, target_dir, tmp_path
     assert cli.main(command(suite=path, **options)) == 0
     with_tools = read(tmp_path)
     assert cli.main(command(output=tmp_path / "plain.json", **options)) == 0
-    plain = json.loads((tmp_path / "plain.json").read_text())
+    plain = load_json(tmp_path / "plain.json")
     assert with_tools["suite_digest"] != plain["suite_digest"]
     assert {name: part["prompts"] for name, part in with_tools["categories"].items()} == {
         "chat": 3,
@@ -202,9 +203,7 @@ def test_a_repetition_penalty_is_the_same_for_every_side(command, tmp_path):
 def test_every_side_follows_the_targets_generation_config(command, target_dir, tmp_path):
     path = target_dir / "generation_config.json"
     path.write_text(
-        json.dumps(
-            {**json.loads(path.read_text()), "repetition_penalty": 1.5, "suppress_tokens": [3]}
-        )
+        json.dumps({**load_json(path), "repetition_penalty": 1.5, "suppress_tokens": [3]})
     )
     assert cli.main(command(limit=2)) == 0
     results = read(tmp_path)
@@ -230,7 +229,7 @@ def test_none_drafts_nothing(command, tmp_path):
 @pytest.mark.thorough
 def test_any_causal_language_model_drafts(command, target_dir, tmp_path):
     assert cli.main(command(drafter=target_dir, limit=1)) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = load_json(tmp_path / "results.json")
     assert results["kind"] == "draft_model" and results["overall"]["acceptance_rate"] == 1.0
 
 
@@ -372,7 +371,7 @@ def test_the_runner_takes_any_search(target, suite, tmp_path):
         "chain:2",
         [{"tree": "chain:2"}],
     )
-    assert json.loads((tmp_path / "r.json").read_text())["tree_search"] == results["tree_search"]
+    assert load_json(tmp_path / "r.json")["tree_search"] == results["tree_search"]
 
 
 @pytest.mark.thorough

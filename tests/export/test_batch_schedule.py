@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import Entry, batch_schedule, sglang_config, vllm_keys
 from drafttrain.export.engine_runs import RUNS, Serving, Vllm
+from tests.files import FIXTURES, dump_json
 
-RESULTS = Path(__file__).parents[1] / "fixtures" / "results"
+RESULTS = FIXTURES / "results"
 
 
 def write_sweep(path, rows):
@@ -20,7 +18,7 @@ def write_sweep(path, rows):
         {"cell": {"batch_size": size}, "spec": spec, "speedup_vs_fastest": speedup}
         for size, spec, speedup in rows
     ]
-    path.write_text(json.dumps({"axes": {}, "cells": cells, "crossover": []}))
+    dump_json(path, {"axes": {}, "cells": cells, "crossover": []})
     return path
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from drafttrain.target import Target
 from tests.drafters.layer_kinds import make_kind
+from tests.files import ROOT, load_json, load_jsonl
 from tests.formats.checkpoints import make_checkpoint
 
-EVAL = Path(__file__).resolve().parents[2] / "eval"
+EVAL = ROOT / "eval"
 # Has every package, and answers with six tokens: a second to read, 0.5 s to decode. Of drafts it
 # accepts three tokens in all.
 STAND_IN = f"""#!{sys.executable}
@@ -93,8 +92,8 @@ def test_all_sides_answer_the_same_prompts(bench, layers, suite, tmp_path, monke
     monkeypatch.setattr(sys, "argv", ["bench_llama.py", *words.split(), "--output", str(output)])
     bench.main()
 
-    result = json.loads(output.read_text())
-    asked = [json.loads(line) for line in jobs.read_text().splitlines()]
+    result = load_json(output)
+    asked = load_jsonl(jobs)
     ours = [bench.PLAIN, bench.NGRAM, bench.HEAD]
     theirs = [bench.BFLOAT16, bench.Q8_0]
     chances = [0.0, 0.0]

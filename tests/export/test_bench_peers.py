@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
+from tests.files import ROOT, load_json
 from tests.formats.checkpoints import make_checkpoint
 
-EVAL = Path(__file__).resolve().parents[2] / "eval"
+EVAL = ROOT / "eval"
 # Answers every prompt with its own tokens, reversed; a second each.
 STAND_IN = f"""#!{sys.executable}
 import json, sys
@@ -87,7 +86,7 @@ def test_our_sides_equal_transformers_on_a_tiny_target(bench, tmp_path, monkeypa
     words += ["--prompts", "2", "--tokens", "6", "--repeats", "1", "--threads", "1"]
     monkeypatch.setattr(sys, "argv", [*words, "--peer", f"economize={stand_in(tmp_path)}"])
     bench.main()
-    found = json.loads(output.read_text())
+    found = load_json(output)
     sides = found["sides"]["1"]
     assert [sides[name]["lossless_prompts"] for name in ("transformers", "plain", "ngram")] == [
         2,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from drafttrain.drafters.registry import META_FILE
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipping
 from drafttrain.errors import UserError
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 from tests.drafters.layer_kinds import make_kind
+from tests.files import load_json
 
 KEPT = torch.arange(40, 240)
 YARN = {
@@ -41,7 +40,7 @@ def test_eagle1_files_compute_what_the_drafter_does(tmp_path, form, options):
     head = trained(tmp_path, "eagle1", **options)
     kind = check_expressible(head, form)
     kind.write(head, form, ExportRequest(tmp_path / "out", torch.float32))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = load_json(tmp_path / "out" / "config.json")
     assert config["architectures"] == [
         {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}[form]
     ]
@@ -87,7 +86,7 @@ def test_peagle_files_compute_what_the_drafter_does(tmp_path, options):
     head = trained(tmp_path, "peagle", mask_token_id=7, **options)
     kind = check_expressible(head, "vllm")
     kind.write(head, "vllm", ExportRequest(tmp_path / "out", torch.float32, depth=4))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = load_json(tmp_path / "out" / "config.json")
     assert (
         config["architectures"] == ["PEagleSpeculator"]
         and config["speculators_model_type"] == "peagle"
@@ -108,8 +107,7 @@ def test_peagle_files_compute_what_the_drafter_does(tmp_path, options):
 def test_mtp_files_compute_what_the_drafter_does(tmp_path):
     head = trained(tmp_path, "mtp", train_head=False)
     target = make_target(layers=8)
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
+    save_target(target, tmp_path / "target")
     kind = check_expressible(head, "vllm")
     kind.write(
         head,
@@ -123,7 +121,7 @@ def test_mtp_files_compute_what_the_drafter_does(tmp_path):
             "vllm",
             ExportRequest(tmp_path / "out2", torch.float32, source=str(tmp_path / "target")),
         )
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = load_json(tmp_path / "out" / "config.json")
     assert (
         config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,9 +20,10 @@ from drafttrain.export.tiny_drafters import answered
 from drafttrain.inference import generate_batch
 from drafttrain.plain_yaml import read_yaml
 from drafttrain.target import Target
-from tests.conftest import make_target
+from tests.conftest import loaded_target
 from tests.drafters.helpers import step_inputs
 from tests.drafters.overfitting import overfit
+from tests.files import dump_json, load_json
 
 MASK = 290
 STATES = (2, 4, 5)
@@ -49,10 +49,7 @@ class Tiny(NamedTuple):
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
-    built = make_target(layers=8)
-    built.model.save_pretrained(folder)
-    built.tokenizer.save_pretrained(folder)
-    target = Target.load(str(folder), "float32", "cpu")
+    target = loaded_target(folder, layers=8)
     prompts = [list(range(10 + i, 22 + i)) for i in range(2)]
     answers = generate_batch(target, None, prompts, max_new_tokens=40, eos_ids=[])
     return Tiny(target, answered(prompts, [answer.tokens for answer in answers]))
@@ -246,11 +243,11 @@ FAULTS = {
 
 def rewritten(folder, to, change):
     """A copy of a checkpoint whose config and weights are edited in place."""
-    config = json.loads((folder / "config.json").read_text())
+    config = load_json(folder / "config.json")
     weights = load_file(folder / "model.safetensors")
     change(config, weights)
     to.mkdir(exist_ok=True)
-    (to / "config.json").write_text(json.dumps(config))
+    dump_json(to / "config.json", config)
     save_file(weights, to / "model.safetensors")
     return to
 
@@ -324,7 +321,7 @@ def test_a_command_writes_the_table_and_says_what_is_wrong(heads, tiny, tmp_path
     words = ["doctor", str(folder), "--target", str(tiny.target.path), "--texts", "0"]
     assert main([*words, "--output", str(output), "--quiet"]) == 1
     assert capsys.readouterr().err.startswith("import: ")
-    found = json.loads(output.read_text())["rows"]
+    found = load_json(output)["rows"]
     assert "warp_factor=9" in found[-1]["evidence"]
     assert main([*words, "--engine-version", "hal=9000"]) == 2
     assert "names no engine" in capsys.readouterr().err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +15,12 @@ from drafttrain.drafters.registry import kind_class, kinds, load_trained
 from drafttrain.drafters.shipping import find_drafter, format_lines, shipped_kinds, shipping
 from drafttrain.export.serving_recipes import recipes
 from drafttrain.formats.engines import ENGINES, FORMATS, SPECULATORS
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 from tests.drafters.eagle3_files import make_head
 from tests.drafters.layer_kinds import make_kind
+from tests.files import ROOT, dump_json
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 
 
 @pytest.fixture
@@ -182,13 +182,12 @@ def test_draft_models_with_more_tokens_than_the_target(tmp_path):
     target = make_target()
     draft = make_target(layers=2, vocab_size=310)
     for name, built in (("target", target), ("draft", draft)):
-        built.model.save_pretrained(tmp_path / name)
-        built.tokenizer.save_pretrained(tmp_path / name)
+        save_target(built, tmp_path / name)
     meta = {
         "drafter_kind": "draft_model",
         "target": {"name": str(tmp_path / "target"), "vocab_size": 300},
     }
-    (tmp_path / "draft" / "drafttrain.json").write_text(json.dumps(meta))
+    dump_json(tmp_path / "draft" / "drafttrain.json", meta)
     trained = find_drafter(str(tmp_path / "draft"))
     kind = shipping("draft_model")
     made = {recipe.engine: recipe for recipe in recipes(trained, "some/draft", "a/b")}

@@ -5,7 +5,6 @@ ENV has mlx-dspark and, on Linux, mlx[cpu].
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from drafttrain.cli import main
 from drafttrain.drafters.shipping import shipping
 from drafttrain.export import tiny_drafters
+from tests.files import load_json
 
 PYTHON = os.environ.get("MLX_PYTHON", "")
 
@@ -44,6 +44,6 @@ def test_it_drafts_what_we_draft(tmp_path, monkeypatch, kind, options):
         "--engine-python",
     ]
     assert main([*words, PYTHON, "--output", str(output)]) == 0
-    (row,) = json.loads(output.read_text())["rows"]
+    (row,) = load_json(output)["rows"]
     assert row["verdict"] == "same" and row["same_text"] == 6
     assert row["accepted_length"] == row["ours"] > 1.5

@@ -6,7 +6,6 @@ NEMO_WHEEL names a wheel: pip download --no-deps nemo-automodel==0.7.0
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import types
@@ -18,9 +17,9 @@ from safetensors.torch import load_file
 
 from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
-from drafttrain.target import Target
-from tests.conftest import make_target
+from tests.conftest import loaded_target
 from tests.drafters.block_kinds import MIXED, block_states, shaken
+from tests.files import load_json
 
 WHEEL = os.environ.get("NEMO_WHEEL", "")
 PACKAGE = "nemo_automodel.components.speculative.dflash"
@@ -57,16 +56,13 @@ def classes(monkeypatch):
 def test_nemo_computes_what_our_drafter_does(tmp_path, classes, kind, form, name, options):
     from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-    built = make_target(layers=8)
-    built.model.save_pretrained(tmp_path / "target")
-    built.tokenizer.save_pretrained(tmp_path / "target")
-    target = Target.load(str(tmp_path / "target"), "float32", "cpu")
+    target = loaded_target(tmp_path / "target", layers=8)
     drafter = shaken(kind_class(kind), target, feature_layers=(1, 2, 3), **WHOLE, **options)
     drafter.save_pretrained(tmp_path / "ours")
     trained = find_drafter(str(tmp_path / "ours"))
     request = ExportRequest(tmp_path / "out", torch.float32, target.name)
     shipping(kind).write(trained, form, request)
-    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    described = load_json(tmp_path / "out" / "config.json")
     config = Qwen3Config.from_dict({**described, "architectures": [name]})
     config._attn_implementation = "eager"
     model = getattr(classes[name], name)(config).float().eval()

@@ -5,7 +5,6 @@ Each case is a row of the table in docs/publishing.md. Sources of the forms: doc
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,39 +24,15 @@ from drafttrain.drafters.shipping import Exported, find_drafter, shipped_kinds, 
 from drafttrain.errors import UserError
 from drafttrain.inference import generate
 from drafttrain.target import Target
-from tests.conftest import make_target
-from tests.drafters.block_kinds import BLOCK_KINDS, MIXED, begun, shaken
+from tests.conftest import loaded_target
+from tests.drafters.block_kinds import BLOCK_KINDS, begun, shaken
 from tests.drafters.helpers import make_batch, make_heads
 from tests.drafters.layer_kinds import make_kind
+from tests.files import ROOT, dump_json
 
-KEPT = torch.arange(0, 300, 2)
-PAGE = Path(__file__).parents[2] / "docs" / "publishing.md"
-# A Llama or Qwen3 layer as every trainer writes it, for the tiny target's shapes.
-LAYER: dict[str, Any] = {
-    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 8, "hidden_act": "silu",
-    "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 64, "max_position_embeddings": 40960,
-    "max_window_layers": 36, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "rope_scaling": None,
-    "rope_theta": 10000.0, "sliding_window": None, "tie_word_embeddings": False, "transformers_version": "4.57.1",
-    "use_cache": True, "use_sliding_window": False, "vocab_size": 300,
-}  # fmt: skip
-EAGLE = {
-    **LAYER,
-    "model_type": "llama",
-    "num_hidden_layers": 1,
-    "draft_vocab_size": 150,
-    "torch_dtype": "bfloat16",
-}
-BLOCK = {**LAYER, "model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "dtype": "bfloat16",
-         "num_target_layers": 8}  # fmt: skip
-IDS = {"mask_token_id": 290, "target_layer_ids": [1, 3, 4]}
-MARKOV = {
-    "markov_rank": 8,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-}
-VERIFIER = {"algorithm": "", "default_proposal_method": "greedy", "verifier": {"name_or_path": "a/b", "architectures": []},
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}]}  # fmt: skip
+KEPT = {"half": torch.arange(0, 300, 2), "all": torch.arange(300)}
+PAGE = ROOT / "docs" / "publishing.md"
+TABLE = yaml.safe_load(Path(__file__).with_name("published_forms.yaml").read_text())
 
 
 class Case(NamedTuple):
@@ -68,7 +44,6 @@ class Case(NamedTuple):
     options: dict[str, Any]  # of our drafter with the same computation
     config: dict[str, Any]
     rename: Callable[[dict[str, Tensor], Any], dict[str, Tensor]]  # our tensors -> published ones
-    drafts: bool = True  # what is read back is compared with our drafter's drafts
 
 
 def tables(drafter) -> dict[str, Tensor]:
@@ -112,7 +87,6 @@ def selector(state, drafter):
     return {SELECTOR.get(k, k): v for k, v in state.items() if k != "kept_ids"}
 
 
-DOMINO = {"emb_dim": 16, "gru_hidden_dim": 24, "pure_draft_prefix_len": 1}
 DOMINO_NAMES = {
     "gru.reads.weight": "prefix_gru.weight_ih_l0", "gru.keeps.weight": "prefix_gru.weight_hh_l0",
     "correction_in.weight": "embed_proj.0.weight", "correction_out.weight": "embed_proj.2.weight",
@@ -164,196 +138,33 @@ def accelerator(state, drafter):
     }
 
 
-def speculators(kind, layer, **keys):
-    own = {
-        "speculators_model_type": kind,
-        "speculators_version": "0.7.0",
-        "speculators_config": {**VERIFIER, "algorithm": kind},
-    }
-    return {**own, "transformer_layer_config": layer, **keys}
+NAMING = (
+    midlayer,
+    numbered,
+    selector,
+    blocks,
+    modelopt_markov,
+    speculators_block,
+    eagle1,
+    plain,
+    medusa,
+    accelerator,
+)
 
 
-KEPT_ALL = {"kept": KEPT}
-# What speculators 0.9 writes of its block drafters' layers.
-SLIDING = {
-    "layer_types": ["sliding_attention"] * 2, "sliding_window": 2048, "use_sliding_window": True, "max_window_layers": 28,
-}  # fmt: skip
-# What NeMo Automodel 0.7 writes beside IDS, and verl-SpeCo 0.1 of a block drafter.
-NEMO = {
-    "block_size": 5,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": None,
-    "input_embedding_scale": 1.0,
-}
-VERL = {
-    **{key: LAYER[key] for key in ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
-                                   "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "vocab_size")},
-    **IDS, "dtype": "bfloat16", "head_dim": 8, "loss_decay_gamma": 7.0, "num_anchors": 512, "num_context_layers": 3,
-    "num_hidden_layers": 2, "num_target_layers": 8, "target_hidden_size": 32, "target_num_hidden_layers": 8,
-}  # fmt: skip
-WHOLE = {"kept": torch.arange(300)}
-FIRST = {"feature_layers": (2, 4, 5), "mask_token_id": 290}
-CASES = [
-    Case("SafeAILab EAGLE-3", "LlamaForCausalLM", "eagle3", KEPT_ALL, {**EAGLE, "architectures": ["LlamaForCausalLM"]}, midlayer),
-    Case("SpecForge", "LlamaForCausalLMEagle3", "eagle3", {**KEPT_ALL, "feature_layers": (2, 4, 6)},
-         {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
-         midlayer),
-    Case("SpecForge", "EAGLE-3.1", "eagle3", {**KEPT_ALL, "fc_norm": True, "norm_output": True},
-         {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "fc_norm": True, "norm_output": True}, midlayer),
-    Case("speculators", "eagle3", "eagle3", {**KEPT_ALL, "feature_layers": (2, 4, 6), "norm_before_residual": True},
-         speculators("eagle3", {**EAGLE, "mlp_bias": False}, architectures=["Eagle3Speculator"], draft_vocab_size=150,
-                     norm_before_residual=True, target_hidden_size=None, eagle_aux_hidden_state_layer_ids=[2, 4, 6],
-                     norm_before_fc=False, fc_norm=False, norm_output=False, embed_requires_grad=False), numbered),
-    Case("speculators", "eagle3 of 0.9", "eagle3",
-         {**WHOLE, "feature_layers": (2, 4, 5), "norm_before_residual": True, "norm_output": True, "norm_before_fc": True,
-          "sliding_window": 2048},
-         speculators("eagle3", {**EAGLE, "layer_types": ["sliding_attention"], "sliding_window": 2048,
-                                "use_sliding_window": True},
-                     architectures=["Eagle3DraftModel"], draft_vocab_size=300, norm_before_residual=True, target_hidden_size=None,
-                     eagle_aux_hidden_state_layer_ids=[2, 4, 5], norm_before_fc=True, fc_norm=False, norm_output=True,
-                     embed_requires_grad=False, tie_word_embeddings=False), numbered),
-    Case("AngelSlim", "Eagle3LlamaForCausalLM", "eagle3", KEPT_ALL,
-         {**EAGLE, "architectures": ["Eagle3LlamaForCausalLM"], "target_model_type": "qwen3", "modal_type": "LLM"}, midlayer),
-    Case("NVIDIA ModelOpt", "LlamaForCausalLMEagle3", "eagle3", KEPT_ALL,
-         {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "mlp_bias": False, "pretraining_tp": 1, "pad_token_id": None,
-          "eagle_config": {"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": True,
-                           "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
-                           "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None}},
-         numbered),
-    Case("speculators", "peagle", "peagle", {**KEPT_ALL, "mask_token_id": 290},
-         speculators("peagle", EAGLE, architectures=["PEagleSpeculator"], draft_vocab_size=150, norm_before_residual=False,
-                     mask_token_id=290, embed_requires_grad=True), numbered),
-    Case("verl-SpeCo", "LlamaForCausalLMPeagle", "peagle", {**KEPT_ALL, "mask_token_id": 290, "num_hidden_layers": 2},
-         {**EAGLE, "architectures": ["LlamaForCausalLMPeagle"], "model_type": "llama_peagle", "num_hidden_layers": 8,
-          "num_draft_layers": 2, "num_depths": 8, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2, "mask_token_id": 290,
-          "fc_norm": False, "norm_output": False, "num_aux_hidden_states": 3, "parallel_drafting": True,
-          "target_hidden_size": 32, "mlp_bias": False, "pretraining_tp": 1}, numbered),
-    Case("z-lab DFlash", "DFlashDraftModel", "dflash", {**WHOLE, **FIRST},
-         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "dflash_config": IDS,
-          "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}, blocks),
-    Case("AngelSlim", "QwenDFlashDraftModel", "dflash", {**WHOLE, **FIRST},
-         {**BLOCK, "architectures": ["QwenDFlashDraftModel"], "block_size": 5, "dflash_config": IDS, "num_anchors": 512,
-          "loss_decay_gamma": 7.0, "attention_backend": "flex_attention"}, blocks),
-    Case("NVIDIA ModelOpt", "DFlashDraftModel", "dflash", {**WHOLE, **FIRST},
-         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "dflash_config": {**IDS, "causal": False}}, blocks),
-    Case("speculators", "dflash", "dflash", {**KEPT_ALL, **FIRST},
-         speculators("dflash", BLOCK, architectures=["DFlashDraftModel"], draft_vocab_size=150, block_size=5,
-                     aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sliding_window_non_causal=False,
-                     sample_from_anchor=False, target_hidden_size=None), speculators_block),
-    Case("DeepSpec", "Qwen3DSparkModel without Markov head", "dflash", {**WHOLE, **FIRST, "sample_from_anchor": True},
-         {**BLOCK, **IDS, "architectures": ["Qwen3DSparkModel"], "block_size": 5, "num_anchors": 512, "markov_rank": 0,
-          "enable_confidence_head": False}, with_copies(["embed_tokens.weight", "lm_head.weight"])),
-    Case("DeepSpec", "Qwen3DSparkModel", "dspark",
-         {**WHOLE, **FIRST, "sample_from_anchor": True, "markov_rank": 8, "markov_all": True},
-         {**BLOCK, **IDS, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 5, "num_anchors": 512},
-         with_copies(["embed_tokens.weight", "lm_head.weight"])),
-    Case("SpecForge", "DSparkDraftModel", "dspark",
-         {**WHOLE, **FIRST, "sample_from_anchor": True, "markov_rank": 8, "markov_all": True},
-         {**BLOCK, "architectures": ["DSparkDraftModel"], "block_size": 5,
-          "dflash_config": {**IDS, **MARKOV, "attention_mode": "gqa", "confidence_head_alpha": 1.0, "projector_type": "dspark"}},
-         blocks),
-    Case("NVIDIA ModelOpt", "DFlashDraftModel with projector_type dspark", "dspark",
-         {**WHOLE, **FIRST, "sample_from_anchor": True, "markov_rank": 8, "markov_all": True},
-         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
-          "dflash_config": {**IDS, "causal": False, "projector_type": "dspark", "shift_label": True, "markov_rank": 8,
-                            "markov_head_type": "vanilla", "use_confidence_head": True}}, modelopt_markov),
-    Case("NVIDIA ModelOpt", "DFlashDraftModel with a window", "dflash", {**WHOLE, **FIRST, "sliding_window": 16},
-         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "sliding_window": 16,
-          "dflash_config": {**IDS, "use_swa": True, "swa_window_size": 16, "causal": False}}, blocks),
-    Case("NVIDIA ModelOpt", "DFlashDraftModel with projector_type domino", "domino",
-         {**WHOLE, **FIRST, **DOMINO, "sample_from_anchor": True},
-         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "emb_dim": 16,
-          "dflash_config": {**IDS, **DOMINO, "causal": False, "projector_type": "domino", "shift_label": True}}, blocks),
-    Case("vLLM", "Qwen3DSparkModel with other spellings", "dspark",
-         {**WHOLE, **FIRST, "sample_from_anchor": True, "markov_rank": 8, "markov_all": True},
-         {**BLOCK, "architectures": ["Qwen3DSparkModel"], "block_size": 5, "target_layer_ids": [1, 3, 4], "pard_token": 290,
-          "dspark_markov_rank": 8, "markov_head_type": "vanilla", "enable_confidence_head": True}, blocks),
-    Case("inco.ai, z-lab", "DFlash2DraftModel", "dflash2",
-         {**WHOLE, **FIRST, "markov_rank": 8, "markov_all": True, "selector_top_k": 16, "sliding_window": 16},
-         {**BLOCK, "architectures": ["DFlash2DraftModel"], "is_causal": False, "rms_norm_eps": 1e-6, "sliding_window": 16,
-          "layer_types": ["sliding_attention"] * 2,
-          "dflash_config": {**IDS, "block_size": 5, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 8,
-                            "selector_top_k": 16}}, selector),
-    Case("SpecForge", "DominoDraftModel", "domino", {**WHOLE, **FIRST, **DOMINO, "sample_from_anchor": True},
-         {**BLOCK, "architectures": ["DominoDraftModel"], "auto_map": {"AutoModel": "domino.DominoDraftModel"}, "block_size": 5,
-          "emb_dim": 16, "dflash_config": {**IDS, **DOMINO, "projector_type": "domino", "shift_label": True}}, blocks),
-    Case("NeMo Automodel", "Qwen3DFlashDraftModel with projector_type domino", "domino", {**WHOLE, **FIRST, **DOMINO},
-         {**BLOCK, "architectures": ["Qwen3DFlashDraftModel"], "block_size": 5, "is_causal": False,
-          "dflash_config": {**IDS, **DOMINO, **NEMO, "projector_type": "domino", "shift_label": False}}, blocks),
-    Case("verl-SpeCo", "DominoDraftModel with keys outside", "domino",
-         {**WHOLE, **FIRST, **DOMINO, "sample_from_anchor": True},
-         {**VERL, **DOMINO, "architectures": ["DominoDraftModel"], "model_type": "domino", "block_size": 5,
-          "lambda_base_decay_steps": 2000, "lambda_base_start": 1.0, "projector_type": "domino", "shift_label": True},
-         with_copies(["embed_tokens.weight"])),
-    Case("JetSpec", "DFlashDraftModel with causal_head", "jetspec", {**WHOLE, **FIRST},
-         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
-          "dflash_config": {**IDS, "causal_head": True}}, blocks),
-    Case("NeMo Automodel", "Qwen3DFlashDraftModel with causal", "jetspec", {**WHOLE, **FIRST},
-         {**BLOCK, "architectures": ["Qwen3DFlashDraftModel"], "block_size": 5, "is_causal": False,
-          "dflash_config": {**IDS, **NEMO, "causal": True}}, blocks),
-    Case("NeMo Automodel", "Qwen3DFlashDraftModel", "dflash", {**WHOLE, **FIRST, "sliding_window": 16},
-         {**BLOCK, "architectures": ["Qwen3DFlashDraftModel"], "block_size": 5, "is_causal": False, "sliding_window": 16,
-          "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2, "dflash_config": {**IDS, **NEMO}}, blocks),
-    Case("NeMo Automodel", "Qwen3DFlash2DraftModel", "dflash2",
-         {**WHOLE, **FIRST, "markov_rank": 8, "markov_all": True, "selector_top_k": 16},
-         {**BLOCK, "architectures": ["Qwen3DFlash2DraftModel"], "block_size": 5, "is_causal": False, "rms_norm_eps": 1e-6,
-          "dflash_config": {**IDS, **NEMO, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 8,
-                            "selector_top_k": 16}}, selector),
-    Case("speculators", "dflash of 0.9", "dflash", {**WHOLE, **FIRST, "causal": True, "sliding_window": 2048},
-         speculators("dflash", {**BLOCK, **SLIDING}, architectures=["DFlashDraftModel"], draft_vocab_size=300, block_size=5,
-                     aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sliding_window_non_causal=False,
-                     sample_from_anchor=False, target_hidden_size=None, tie_word_embeddings=False), blocks),
-    Case("speculators", "dspark of 0.9", "dspark",
-         {**WHOLE, **FIRST, "markov_rank": 8, "markov_all": True, "sample_from_anchor": True, "causal": True,
-          "sliding_window": 2048},
-         speculators("dspark", {**BLOCK, **SLIDING}, **MARKOV, architectures=["DSparkDraftModel"], draft_vocab_size=300,
-                     block_size=5, aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sample_from_anchor=True,
-                     sliding_window_non_causal=False), blocks),
-    Case("NVIDIA ModelOpt", "DFlashDraftModel with causal queries", "dflash", {**WHOLE, **FIRST, "causal": True},
-         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
-          "dflash_config": {**IDS, "dflash_query_causal": True}}, blocks),
-    Case("speculators", "dflash2", "dflash2",
-         {**WHOLE, **FIRST, "markov_rank": 8, "markov_all": True, "selector_top_k": 16, "sliding_window": 2048},
-         speculators("dflash2", {**BLOCK, **SLIDING, "rms_norm_eps": 1e-6},
-                     architectures=["DFlash2DraftModel"], draft_vocab_size=300, block_size=5, conv_kernel_size=2,
-                     conv_group_size=16, selector_rank=8, selector_top_k=16, aux_hidden_state_layer_ids=[2, 4, 5],
-                     mask_token_id=290, sample_from_anchor=False, sliding_window_non_causal=True, target_hidden_size=None,
-                     tie_word_embeddings=False), selector),
-    Case("speculators", "dspark", "dspark", {**KEPT_ALL, **FIRST, "markov_rank": 8, "markov_all": True},
-         speculators("dspark", BLOCK, **MARKOV, architectures=["DSparkDraftModel"], draft_vocab_size=150, block_size=5,
-                     aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sample_from_anchor=False), speculators_block),
-    Case("z-lab DFlash", "DFlashDraftModel of Qwen3.6", "dflash", {**WHOLE, **FIRST, **MIXED, "causal": "sliding"},
-         {**BLOCK, **MIXED, "architectures": ["DFlashDraftModel"], "block_size": 5, "use_sliding_window": True,
-          "max_window_layers": 5, "dflash_config": IDS, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}, blocks),
-    Case("speculators", "dflash with mixed layers", "dflash", {**WHOLE, **FIRST, **MIXED, "causal": "sliding"},
-         speculators("dflash", {**BLOCK, **SLIDING, **MIXED}, architectures=["DFlashDraftModel"], draft_vocab_size=300,
-                     block_size=5, aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sliding_window_non_causal=False,
-                     sample_from_anchor=False, target_hidden_size=None, tie_word_embeddings=False), blocks),
-    Case("NVIDIA Nemotron 3.5", "Qwen3DSparkModel with sinks", "dspark",
-         {**WHOLE, **FIRST, "markov_rank": 8, "markov_all": True, "attention_sink_bias": True, "causal": True,
-          "sliding_window": 16},
-         {**BLOCK, **MARKOV, "architectures": ["Qwen3DSparkModel"], "block_size": 4, "attention_sink_bias": True,
-          "eagle_aux_hidden_state_layer_ids": [2, 4, 5], "has_embed_tokens": True, "has_lm_head": False,
-          "layer_types": ["sliding_attention"] * 2,
-          "dflash_config": {**IDS, "sample_from_anchor": False, "causal": True, "attention_sink_bias": True, "use_swa": True,
-                            "swa_window_size": 16}}, with_copies(["embed_tokens.weight"])),
-    Case("NVIDIA ModelOpt", "DFlashDraftModel with a recurrent head", "dspark",
-         {**WHOLE, **FIRST, "sample_from_anchor": True, "markov_rank": 8, "markov_all": True, "markov_head_type": "rnn"},
-         {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
-          "dflash_config": {**IDS, "causal": False, "projector_type": "dspark", "shift_label": True, "markov_rank": 8,
-                            "markov_head_type": "rnn", "use_confidence_head": True}}, modelopt_markov),
-    Case("SafeAILab EAGLE-1", "LlamaForCausalLM of one layer", "eagle1", {**WHOLE, "fc_bias": True},
-         {**LAYER, "model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}, eagle1),
-    Case("vLLM, SGLang", "EagleLlamaForCausalLM, LlamaForCausalLMEagle", "eagle1", WHOLE,
-         {**LAYER, "model_type": "llama", "num_hidden_layers": 1, "architectures": ["EagleLlamaForCausalLM"]}, plain),
-    Case("vLLM", "MedusaModel", "medusa", WHOLE,
-         {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": 32, "vocab_size": 300, "num_heads": 4,
-          "num_hidden_layers": 1, "medusa_fc_bias": False, "original_lm_head": False, "truncated_vocab_size": 300}, medusa),
-    Case("IBM accelerators", "MLPSpeculatorPreTrainedModel", "mlp_speculator", {**WHOLE, "scale_input": False, "inner_dim": 24},
-         {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "emb_dim": 32, "inner_dim": 24,
-          "n_candidates": 5, "n_predict": 3, "top_k_tokens_per_head": [4, 3, 2], "torch_dtype": "float16",
-          "vocab_size": 300}, accelerator),
-]  # fmt: skip
+def read_case(entry: dict[str, Any]) -> Case:
+    """A form of published_forms.yaml."""
+    options = {**entry["options"], "kept": KEPT[entry["options"]["kept"]]}
+    if "feature_layers" in options:
+        options["feature_layers"] = tuple(options["feature_layers"])
+    if "copies" in entry:
+        rename = with_copies(entry["copies"])
+    else:
+        rename = {each.__name__: each for each in NAMING}[entry["tensors"]]
+    return Case(entry["project"], entry["form"], entry["kind"], options, entry["config"], rename)
+
+
+CASES = [read_case(entry) for entry in TABLE["forms"]]
 # One case per way of reading in the quick run; the others differ from one of them in names.
 QUICK = {
     "SafeAILab EAGLE-3",
@@ -370,38 +181,13 @@ MARKED = [
     )
     for case in CASES
 ]
-REFUSED = [
-    ("DFlash 2 without sizes of its parts", {**BLOCK, "architectures": ["DFlash2DraftModel"], "block_size": 5,
-     "dflash_config": {**IDS, "conv_kernel_size": 2, "conv_group_size": 16}}, "has no selector_rank"),
-    ("Domino without sizes", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
-     "dflash_config": {**IDS, "projector_type": "domino"}}, "has no 'emb_dim'"),
-    ("LiLiCorr", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
-     "dflash_config": {**IDS, "projector_type": "lilicorr"}}, "is of projector_type='lilicorr'"),
-    ("a recurrent Markov head that reads the block's first token",
-     speculators("dspark", BLOCK, **{**MARKOV, "markov_head_type": "rnn"}, draft_vocab_size=300, block_size=5,
-                 aux_hidden_state_layer_ids=[2, 4, 5], mask_token_id=290, sample_from_anchor=False),
-     "markov_head_type='rnn' needs sample_from_anchor=true"),
-    ("a window without a size", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5, "is_causal": False,
-     "dflash_config": IDS, "layer_types": ["sliding_attention"] * 2},
-     "do not fit num_hidden_layers=2 and sliding_window=0"),
-    ("two lists of features that differ", {**BLOCK, "architectures": ["DFlashDraftModel"], "block_size": 5,
-     "dflash_config": IDS, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "other layers than target_layer_ids"),
-    ("quantized weights", {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "quantization_config": {"quant": "fp8"}},
-     "is quantized"),
-    ("speculators mtp", speculators("mtp", BLOCK), "has .*mtp.*; import reads"),
-    ("SpecForge PEagleDraftModel", {**EAGLE, "architectures": ["PEagleDraftModel"]}, "config.json has no mask_token_id"),
-    ("ModelOpt heads with parallel drafting", {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"],
-     "eagle_config": {"parallel_draft_step": 4}}, "has Medusa-like heads"),
-]  # fmt: skip
+REFUSED = [(entry["name"], entry["config"], entry["message"]) for entry in TABLE["refused"]]
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
-    built = make_target(layers=8)
-    built.model.save_pretrained(folder)
-    built.tokenizer.save_pretrained(folder)
-    return Target.load(str(folder), "float32", "cpu")
+    return loaded_target(folder, layers=8)
 
 
 def make(case: Case, target: Target) -> Any:
@@ -422,7 +208,7 @@ def test_a_published_form_is_read_drafts_and_is_written_again(target, tmp_path, 
     drafter = make(case, target)
     folder = tmp_path / "published"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(case.config))
+    dump_json(folder / "config.json", case.config)
     weights = {
         name: value.detach().clone()
         for name, value in case.rename(drafter.state_dict(), drafter).items()
@@ -483,7 +269,7 @@ def test_no_key_has_two_rules():
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_computed_is_one_line(target, tmp_path, capsys, name, config, message):
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    dump_json(tmp_path / "config.json", config)
     save_file({"fc.weight": torch.zeros(32, 96)}, tmp_path / "model.safetensors")
     command = [
         "import",

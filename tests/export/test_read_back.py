@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,10 +19,11 @@ from drafttrain.errors import UserError
 from drafttrain.formats.engines import ENGINES
 from drafttrain.formats.weights import write_checkpoint
 from drafttrain.target import Target
-from tests.conftest import make_target
+from tests.conftest import loaded_target, make_target, save_target
 from tests.drafters.block_kinds import BLOCK_KINDS, shaken
 from tests.drafters.helpers import make_heads
 from tests.drafters.layer_kinds import make_kind
+from tests.files import dump_json, load_json
 
 KEPT = torch.arange(40, 240)
 # What `drafttrain verify --output` has under "files"; more keys may come, none may go.
@@ -83,10 +82,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
-    built = make_target(layers=8)
-    built.model.save_pretrained(folder)
-    built.tokenizer.save_pretrained(folder)
-    return Target.load(str(folder), "float32", "cpu")
+    return loaded_target(folder, layers=8)
 
 
 def exported(target, tmp_path, kind, form, dtype=torch.bfloat16, **options):
@@ -152,10 +148,8 @@ def test_an_export_drafts_what_the_drafter_does(target, tmp_path, kind, form, op
         with pytest.raises(UserError, match=message):
             shipping(kind).check(trained, folder)
     save_file(weights, file)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "torch_dtype": "bfloat17", "dtype": "bfloat17"})
-    )
+    config = load_json(folder / "config.json")
+    dump_json(folder / "config.json", {**config, "torch_dtype": "bfloat17", "dtype": "bfloat17"})
     with pytest.raises(UserError, match="names dtype='bfloat17'"):
         shipping(kind).check(trained, folder)
 
@@ -205,8 +199,7 @@ def test_an_export_of_another_drafter_is_an_error_of_the_user(target, tmp_path, 
     trained, _ = exported(target, tmp_path / "own", kind, "vllm")
     other = make_target(layers=8, hidden=48, vocab_size=310)
     folder = tmp_path / "target"
-    other.model.save_pretrained(folder)
-    other.tokenizer.save_pretrained(folder)
+    save_target(other, folder)
     _, wrong = exported(
         Target.load(str(folder), "float32", "cpu"), tmp_path / "other", kind, "vllm"
     )
@@ -274,7 +267,7 @@ def test_verify_writes_the_figures(target, tmp_path, capsys):
         "as an engine loads them, they compute what the drafter does (rounds 2, depth 4"
         in capsys.readouterr().out
     )
-    found = json.loads(report.read_text())
+    found = load_json(report)
     assert KEYS["eagle3"] == found["files"].keys() and "versions" in found and "command" in found
 
 

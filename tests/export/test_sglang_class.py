@@ -16,9 +16,8 @@ import torch
 from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from drafttrain.export.engine_runs import run_side
 from drafttrain.formats.engines import ENGINES
-from drafttrain.target import Target
 from tests import engine_arithmetic
-from tests.conftest import make_target
+from tests.conftest import loaded_target
 from tests.drafters.block_kinds import BLOCK_KINDS, shaken
 from tests.drafters.layer_kinds import make_kind
 
@@ -42,10 +41,7 @@ LENT = {"embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight"}
 @pytest.mark.slow
 @pytest.mark.skipif(not WHEEL, reason="SGLANG_WHEEL is not set")
 def test_sglang_takes_every_tensor_of_what_its_release_supports(tmp_path):
-    built = make_target(layers=8)
-    built.model.save_pretrained(tmp_path / "target")
-    built.tokenizer.save_pretrained(tmp_path / "target")
-    target = Target.load(str(tmp_path / "target"), "float32", "cpu")
+    target = loaded_target(tmp_path / "target", layers=8)
     engine = ENGINES["SGLang"].of_release(Path(WHEEL).name.split("-")[1])
     folders = []
     for number, (kind, options) in enumerate(CASES):

@@ -16,9 +16,8 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter
 from drafttrain.errors import UserError
 from drafttrain.export.engine_runs import run_side
-from drafttrain.target import Target
 from tests import engine_arithmetic
-from tests.conftest import make_target
+from tests.conftest import loaded_target
 from tests.drafters.block_kinds import MIXED, block_states, shaken
 
 PYTHON = os.environ.get("SPECULATORS_PYTHON", "")
@@ -47,10 +46,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
-    built = make_target(layers=8)
-    built.model.save_pretrained(folder)
-    built.tokenizer.save_pretrained(folder)
-    return Target.load(str(folder), "float32", "cpu")
+    return loaded_target(folder, layers=8)
 
 
 def written(target, folder, kind, options):

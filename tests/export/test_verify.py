@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -23,11 +22,11 @@ from drafttrain.export.verify_matrix import DrafterRows
 from drafttrain.formats.engines import ENGINES
 from drafttrain.inference import generate
 from drafttrain.target import Target
-from tests.conftest import make_target, make_tokenizer
+from tests.conftest import make_target, make_tokenizer, save_target
 from tests.drafters.eagle3_files import make_head
 from tests.drafters.layer_kinds import make_kind
+from tests.files import ROOT, load_json
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN = ["verify", "--prompts", "2", "--max-new-tokens", "10"]
 
 
@@ -36,7 +35,7 @@ def in_all_engines(head, output):
 
 
 def rows_of(path):
-    return {(row["kind"], row["engine"]): row for row in json.loads(path.read_text())["rows"]}
+    return {(row["kind"], row["engine"]): row for row in load_json(path)["rows"]}
 
 
 @pytest.mark.thorough
@@ -85,8 +84,7 @@ def answers(target, change=0, fewer=0):
 def test_mlx_drafts_with_vllms_files(tmp_path, monkeypatch, capsys):
     """Its job names mode, folder and ends; a rule of its own refuses a pruned vocabulary."""
     target = make_target(layers=8)
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
+    save_target(target, tmp_path / "target")
     monkeypatch.setattr(verify_export, "missing", lambda python, package: "")
     jobs = []
 
@@ -146,7 +144,7 @@ def test_every_engine_has_a_row(pair, tmp_path, monkeypatch, capsys):
     assert "drafttrain does not start it" in rows["eagle3", "SGLang"]["verdict"]
     assert "no such package" in rows["eagle3", "llama.cpp"]["verdict"]
     assert rows["eagle3", "transformers"]["verdict"].startswith("unsupported by release")
-    found = json.loads(output.read_text())
+    found = load_json(output)
     assert found["ours"]["accepted_length"] == 1.0 and found["vllm"]["accepted_length"] == 1.0
     assert run(answers(target, fewer=1)) == 1  # the same texts in fewer rounds
     assert "differs: accepted length +" in capsys.readouterr().err
@@ -180,7 +178,7 @@ def test_an_interrupted_run_keeps_its_rows(pair, tmp_path, monkeypatch):
     assert main(args) == 0 and calls == ["vllm_side", "llama_side", "llama_side"]
     rows = rows_of(output)
     assert rows["eagle3", "vLLM"]["verdict"] == rows["eagle3", "llama.cpp"]["verdict"] == "same"
-    assert json.loads(output.read_text())["vllm"]["version"] == "9.9" and not list(
+    assert load_json(output)["vllm"]["version"] == "9.9" and not list(
         tmp_path.glob("*.partial.jsonl")
     )
 
@@ -301,7 +299,7 @@ def test_the_docs_table_is_the_measured_one():
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text() == module.page(json.loads(module.MATRIX.read_text())), (
+    assert module.PAGE.read_text() == module.page(load_json(module.MATRIX)), (
         "run scripts/verify_table.py"
     )
 

@@ -18,7 +18,7 @@ from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from drafttrain.export.engine_runs import run_side
 from tests import engine_arithmetic
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 from tests.drafters.block_kinds import shaken
 from tests.drafters.eagle3_files import FLAGS, FLAT, SPECULATORS, make_head, write_eagle3
 
@@ -39,8 +39,7 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set")
 def test_vllm_loads_and_computes_every_variant(tmp_path):
     target = make_target(layers=8, hidden=128)
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
+    save_target(target, tmp_path / "target")
     made = torch.Generator().manual_seed(0)
     table = torch.randn(300, 128, generator=made)
     cases = []
@@ -87,8 +86,7 @@ def test_vllm_loads_and_computes_dspark_blocks(tmp_path):
     target = make_target(layers=8, hidden=128)
     made = torch.Generator().manual_seed(0)
     cases = []
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
+    save_target(target, tmp_path / "target")
     target.name = target.path = str(tmp_path / "target")
     for number, options in enumerate(BLOCKS):
         options = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +17,7 @@ from drafttrain.drafters.shipping import (
 from drafttrain.errors import UserError
 from tests.drafters.helpers import make_heads
 from tests.engine_arithmetic.heads import largest_difference
+from tests.files import load_json
 
 KEPT = torch.arange(40, 240)
 FORMS = [
@@ -64,7 +63,7 @@ def test_names_and_shapes_are_those_of_vllms_classes(target, tmp_path):
     }
     one = {"blocks.{}.layers.0.weight": (32, 32), "lm_heads.{}.weight": (300, 32)}
     assert shapes == {name.format(i): shape for i in range(2) for name, shape in one.items()}
-    config = json.loads((folder / "config.json").read_text())
+    config = load_json(folder / "config.json")
     assert (
         config["architectures"] == ["MedusaModel"]
         and config["num_heads"] == 2
@@ -89,7 +88,7 @@ def test_names_and_shapes_are_those_of_vllms_classes(target, tmp_path):
         "proj.1.weight": (24, 24),
         "proj.2.weight": (24, 24),
     }
-    config = json.loads((folder / "config.json").read_text())
+    config = load_json(folder / "config.json")
     assert len(config["top_k_tokens_per_head"]) == config["n_predict"] == 3
 
 
@@ -130,7 +129,7 @@ def test_by_default_an_engine_is_told_to_draft_no_more_than_there_are_heads(
     words = ["--drafter", str(tmp_path / "ours"), "--format", "vllm", "--output", str(folder)]
     assert main(["export", *words]) == 0
     assert '"num_speculative_tokens": 2' in capsys.readouterr().out
-    assert json.loads((folder / "config.json").read_text())["num_heads"] == 2
+    assert load_json(folder / "config.json")["num_heads"] == 2
 
 
 def test_hydra_is_refused_with_the_reason(target, tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import gguf
 import pytest
 import torch
@@ -19,6 +17,7 @@ from drafttrain.errors import UserError
 from drafttrain.formats.gguf_tokenizer import RULES
 from drafttrain.formats.write_gguf import write_gguf
 from tests.conftest import make_tokenizer as without_merges
+from tests.files import dump_json, load_json
 from tests.formats.checkpoints import make_checkpoint, make_tokenizer
 
 
@@ -122,7 +121,7 @@ def test_scores_give_the_order_of_merges(tmp_path):
 def test_what_a_file_cannot_say_is_refused(tmp_path):
     make_checkpoint(tmp_path / "hf", "llama")
     config = tmp_path / "hf" / "config.json"
-    described = json.loads(config.read_text())
+    described = load_json(config)
     for change, message in (
         ({"hidden_act": "gelu"}, "llama.cpp computes silu"),
         (
@@ -131,7 +130,7 @@ def test_what_a_file_cannot_say_is_refused(tmp_path):
         ),
         ({"model_type": "gpt2"}, "is a gpt2 model; GGUF is written for llama"),
     ):
-        config.write_text(json.dumps({**described, **change}))
+        dump_json(config, {**described, **change})
         with pytest.raises(UserError, match=message):
             write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "float32")
     make_checkpoint(tmp_path / "bytes", "llama", without_merges())
@@ -144,7 +143,7 @@ def test_what_a_file_cannot_say_is_refused(tmp_path):
 def test_export_and_verify_of_a_draft_model(tmp_path, capsys, form):
     make_checkpoint(tmp_path / "hf", "llama")
     described = {"drafter_kind": "draft_model", "target": {"name": "user/big", "vocab_size": 300}}
-    (tmp_path / "hf" / "drafttrain.json").write_text(json.dumps(described))
+    dump_json(tmp_path / "hf" / "drafttrain.json", described)
     args = ["--drafter", str(tmp_path / "hf")]
     assert (
         main(
@@ -184,10 +183,10 @@ def test_a_downloaded_draft_model_is_compared_with_the_target_of_the_command(tmp
     make_checkpoint(tmp_path / "hf", "llama")
     make_checkpoint(tmp_path / "same", "llama")
     make_checkpoint(tmp_path / "big", "llama")
-    state = json.loads((tmp_path / "big" / "tokenizer.json").read_text())
+    state = load_json(tmp_path / "big" / "tokenizer.json")
     vocabulary = state["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (tmp_path / "big" / "tokenizer.json").write_text(json.dumps(state))
+    dump_json(tmp_path / "big" / "tokenizer.json", state)
     command = [
         "export",
         "--drafter",
@@ -210,7 +209,7 @@ def test_a_downloaded_draft_model_is_compared_with_the_target_of_the_command(tmp
 def test_a_draft_model_with_another_vocabulary_is_for_engines_that_translate(tmp_path, capsys):
     make_checkpoint(tmp_path / "hf", "llama")
     described = {"drafter_kind": "draft_model", "target": {"name": "user/big", "vocab_size": 301}}
-    (tmp_path / "hf" / "drafttrain.json").write_text(json.dumps(described))
+    dump_json(tmp_path / "hf" / "drafttrain.json", described)
     command = ["export", "--drafter", str(tmp_path / "hf"), "--output", str(tmp_path / "out")]
     for more in (["--format", "sglang"], ["--format", "vllm", "--engine-version", "0.31.0"]):
         assert main([*command, *more]) == 2

@@ -19,9 +19,10 @@ from drafttrain.errors import UserError
 from drafttrain.train import check_goes_on
 from drafttrain.training.checkpoint import find_checkpoint
 from drafttrain.training.limits import TimeBudget
+from tests.files import FIXTURES, load_json
 from tests.fuzz import file_faults, fuzz, json_faults, outcome, seeds
 
-RUN = Path(__file__).parents[1] / "fixtures" / "run"
+RUN = FIXTURES / "run"
 FILES = ("trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 
 
@@ -70,7 +71,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, fault, seed):
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_the_trainers_state(run, fault, seed):
     path = restored(run) / "checkpoint-4" / "trainer_state.json"
-    path.write_text(json.dumps(fault.apply(json.loads(path.read_text()), Random(seed))))
+    path.write_text(json.dumps(fault.apply(load_json(path), Random(seed))))
     outcome("checkpoint", fault.name, lambda: find(run))
 
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from drafttrain.batch import Batch
 from drafttrain.data.loader import collate, count_tokens, training_rows
 from drafttrain.data.store import FeatureStore, load_records, read_meta, stored_features
+from tests.files import FIXTURES, dump_jsonl, load_json, load_jsonl
 from tests.fuzz import FILE_FAULTS, file_faults, fuzz, json_faults, outcome, seeds, text_faults
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 LAYERS = (2, 4, 5)
 
 
@@ -70,7 +70,7 @@ def test_bytes_of_meta(folders, fault, seed):
 def test_values_of_meta(folders, fault, seed):
     folder = restored(folders["data_states"])
     path = folder / "meta.json"
-    path.write_text(json.dumps(fault.apply(json.loads(path.read_text()), Random(seed))))
+    path.write_text(json.dumps(fault.apply(load_json(path), Random(seed))))
 
     def call():
         meta = read_meta(folder)
@@ -95,10 +95,10 @@ def test_values_of_lines(folders, fault, seed):
     folder = restored(folders["data"])
     random = Random(seed)
     path = folder / "part-0000.jsonl"
-    rows = [json.loads(line) for line in path.read_text().split("\n") if line]
+    rows = load_jsonl(path)
     at = random.randrange(len(rows))
     rows[at] = fault.apply(rows[at], random)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dump_jsonl(path, rows)
     outcome("data set: lines", fault.name, lambda: use(folder))
 
 
@@ -188,7 +188,7 @@ def test_tensors_of_shards(folders, name, fault):
 def test_values_of_features_json(folders, fault, seed):
     folder = restored(folders["data_top_k"])
     path = folder / "features" / "features.json"
-    path.write_text(json.dumps(fault.apply(json.loads(path.read_text()), Random(seed))))
+    path.write_text(json.dumps(fault.apply(load_json(path), Random(seed))))
 
     def call():
         stored_features(folder)

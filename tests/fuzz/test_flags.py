@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import shutil
 from pathlib import Path
@@ -22,9 +21,9 @@ from drafttrain.command import cli_parameters, is_word, kinds_of, required, spel
 from drafttrain.commands import COMMANDS, function_of
 from drafttrain.errors import UserError
 from drafttrain.values import check, rule
+from tests.files import FIXTURES, load_json
 from tests.fuzz import WRONG_WORDS, fuzz, outcome, wrong_words
 
-FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 PROMPTS = str(FIXTURES / "prompts.jsonl")
 RESULTS = str(next((FIXTURES / "results").glob("*.json")))
 RECIPE = str(FIXTURES / "run.yaml")
@@ -244,4 +243,4 @@ def test_each_mistake_is_one_line(folder, capsys, words, message):
 
 
 def test_fixture_words_cover_every_command():
-    assert set(NEEDED) == set(COMMANDS) and json.loads(Path(RESULTS).read_text())
+    assert set(NEEDED) == set(COMMANDS) and load_json(Path(RESULTS))

@@ -16,10 +16,11 @@ from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.target import Target, load_shell
+from tests.files import FIXTURES, dump_json, load_json
 from tests.fuzz import file_faults, fuzz, json_faults, outcome, seeds, text_faults
 
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "target"
-VALID = json.loads((FIXTURE / "generation_config.json").read_text()) | {
+FIXTURE = FIXTURES / "target"
+VALID = load_json(FIXTURE / "generation_config.json") | {
     "eos_token_id": [261, 262],
     "repetition_penalty": 1.2,
     "encoder_repetition_penalty": 1.1,
@@ -75,7 +76,7 @@ def test_values(fault, seed, folder, loaded):
     content = VALID
     for _ in range(random.choice((1, 1, 3))):
         content = fault.apply(content, random)
-    (folder / "generation_config.json").write_text(json.dumps(content))
+    dump_json(folder / "generation_config.json", content)
     outcome("target: generation_config.json", fault.name, lambda: load(folder, loaded))
 
 
@@ -100,7 +101,7 @@ def test_bytes(fault, seed, folder, loaded):
     ],
 )
 def test_token_ids_outside_the_vocabulary_are_refused(key, value, folder):
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 261, key: value}))
+    dump_json(folder / "generation_config.json", {"eos_token_id": 261, key: value})
     for load_target in (load_shell, lambda name: Target.load(name, "float32", "cpu")):
         said = outcome(
             "target: generation_config.json",

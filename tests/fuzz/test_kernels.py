@@ -27,12 +27,12 @@ from drafttrain.inference.verify import argmax_at
 from drafttrain.ops import tree_attention, tree_cache
 from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, Placed, TreeShape
 from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack
-from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, pack_panels, skinny_linear
 from drafttrain.ops.sampling import argmax, top_log_probs
 from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 from drafttrain.ops.tree_cache import SlotMover, TreeCache
 from tests.fuzz import outcome
+from tests.marks import needs_compiler
 
 CASES = 40  # of each wrapper
 PLAIN = {"scaling": 0.25, "window": None, "softcap": None, "sinks": None}
@@ -578,7 +578,7 @@ def main(count: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@needs_compiler
 def test_kernels_compute_what_torch_computes_or_refuse(capfd):
     """In a child process, which a kernel may crash; forked, which saves imports, where CUDA does not forbid it."""
     count = CASES * int(os.environ.get("FUZZ_SCALE", "1"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import shutil
 import sys
@@ -17,9 +16,9 @@ from hypothesis import strategies as st
 from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.target import Target
+from tests.files import FIXTURES, dump_jsonl
 from tests.fuzz import fuzz, outcome
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 MODELS = "--target target --drafter drafters/eagle3"
 # Every command that writes: its words without the output, and the folder and file that it reads first.
 COMMANDS = {
@@ -123,7 +122,7 @@ def home(tmp_path_factory):
     )
     shutil.copytree(root / "drafters" / "eagle3", root / "adapted" / "version-0001")
     state = {"first": str(root / "drafters" / "eagle3"), "places": [], "allowance": 1.0}
-    (root / "adapted" / "state.jsonl").write_text(json.dumps(state) + "\n")
+    dump_jsonl(root / "adapted" / "state.jsonl", [state])
     for name in (
         "config.json",
         "model.safetensors",

@@ -25,14 +25,13 @@ from drafttrain.reports import report_page
 from drafttrain.reports.figures import settings_table
 from drafttrain.reports.report import identity_line, print_results
 from drafttrain.tuning import estimate, sweep
+from tests.files import FIXTURES, dump_json, load_json
 from tests.fuzz import fuzz, json_faults, outcome, seeds, text_faults
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 RESULTS = {
-    name: json.loads((FIXTURES / "results" / f"{name}.json").read_text())
-    for name in ("eagle3", "off", "sampled")
+    name: load_json(FIXTURES / "results" / f"{name}.json") for name in ("eagle3", "off", "sampled")
 }
-SWEEP = json.loads((FIXTURES / "results" / "sweep" / "summary.json").read_text())
+SWEEP = load_json(FIXTURES / "results" / "sweep" / "summary.json")
 TARGET = estimate.Sizes(1e9)
 DEVICE = estimate.Device("d", 1e12, 1e14, 1e11, 1e-5)
 TRAINED = find_drafter(str(FIXTURES / "drafters" / "eagle3"))
@@ -92,22 +91,22 @@ def test_values(path, fault, seed):
         content = {**fault.apply(content, random), "prompts": prompts}
     else:
         content = fault.apply(content, random)
-    path.write_text(json.dumps(content))
+    dump_json(path, content)
     outcome("results.json", fault.name, lambda: use(path))
 
 
 @fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_a_sweep(path, fault, seed):
-    path.write_text(json.dumps(fault.apply(SWEEP, Random(seed))))
+    dump_json(path, fault.apply(SWEEP, Random(seed)))
     outcome("sweep's summary.json", fault.name, lambda: use(path))
 
 
 @fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_cells_of_a_sweep(path, fault, seed):
-    cell = json.loads(next(iter((FIXTURES / "results" / "sweep").glob("a*.json"))).read_text())
-    path.write_text(json.dumps(fault.apply(cell, Random(seed))))
+    cell = load_json(next(iter((FIXTURES / "results" / "sweep").glob("a*.json"))))
+    dump_json(path, fault.apply(cell, Random(seed)))
 
     def call():
         results = sweep.finished(path, cell["sweep"]["key"])
@@ -126,8 +125,8 @@ def test_cells_of_a_sweep(path, fault, seed):
 @fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_training_json(path, fault, seed):
-    record = json.loads((FIXTURES / "run" / "training.json").read_text())
-    path.with_name("training.json").write_text(json.dumps(fault.apply(record, Random(seed))))
+    record = load_json(FIXTURES / "run" / "training.json")
+    dump_json(path.with_name("training.json"), fault.apply(record, Random(seed)))
     outcome(
         "training.json",
         fault.name,
@@ -224,9 +223,9 @@ def test_a_tuned_result_is_printed_as_it_is(capsys):
 @fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_a_targets_config(path, fault, seed):
-    config = json.loads((FIXTURES / "target" / "config.json").read_text())
+    config = load_json(FIXTURES / "target" / "config.json")
     file = path.with_name("config.json")
-    file.write_text(json.dumps(fault.apply(config, Random(seed))))
+    dump_json(file, fault.apply(config, Random(seed)))
     outcome("estimate: config.json", fault.name, lambda: estimate.sizes_of(str(file)))
 
 

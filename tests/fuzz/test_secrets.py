@@ -19,9 +19,9 @@ from drafttrain.credentials import find_secret, redact
 from drafttrain.errors import UserError
 from drafttrain.files import JsonlLog, write_json
 from drafttrain.hub.upload import check_private
+from tests.files import ROOT
 from tests.fuzz import fuzz, outcome, seeds
 
-ROOT = Path(__file__).resolve().parents[2]
 ALNUM = string.ascii_letters + string.digits
 HEX = "0123456789abcdef"
 

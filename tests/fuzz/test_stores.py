@@ -16,9 +16,10 @@ from drafttrain.drafters.suffix.model import SuffixDrafter
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 from tests.conftest import make_target
+from tests.files import FIXTURES
 from tests.fuzz import file_faults, fuzz, outcome, seeds
 
-STORE = Path(__file__).parents[1] / "fixtures" / "store.safetensors"
+STORE = FIXTURES / "store.safetensors"
 ABOUT = {"format": "drafttrain ngram_store 1", "tokenizer": "abc", "max_n": "4"}
 
 

@@ -25,9 +25,9 @@ from drafttrain.tuning.tune import calibration_prompts
 from tests.conftest import make_target
 from tests.data.records import records_of
 from tests.data.templates.families import FAMILIES
+from tests.files import FIXTURES, dump_json, dump_jsonl, load_json, load_jsonl
 from tests.fuzz import fuzz, json_faults, outcome, seeds, text_faults
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 TARGET = make_target()
 ANSWERED = [
     {
@@ -54,7 +54,7 @@ CALLING = {  # a prompt with everything that a row may give the chat template
 
 
 def rows_of(name: str) -> list[dict]:
-    return [json.loads(line) for line in (FIXTURES / name).read_text().split("\n") if line]
+    return load_jsonl(FIXTURES / name)
 
 
 def suite(path: Path) -> None:
@@ -167,7 +167,7 @@ def test_bytes_of_rows(path, border, fault, seed):
 @given(fault=json_faults(), seed=seeds())
 def test_values_of_rows(path, border, fault, seed):
     read, rows = READERS[border]
-    path.write_text("".join(json.dumps(row) + "\n" for row in fault.apply(rows, Random(seed))))
+    dump_jsonl(path, fault.apply(rows, Random(seed)))
     outcome(border, fault.name, lambda: read(path))
 
 
@@ -249,7 +249,7 @@ def test_a_log_of_written_prompts(path, fault, seed):
     settings = {"seed": 0}
     result = {"messages": [{"role": "user", "content": "Name a river."}]}
     rows = [settings, {"number": 0, "result": result}, {"number": 1, "result": "empty"}]
-    log.write_text("".join(json.dumps(row) + "\n" for row in fault.apply(rows, Random(seed))))
+    dump_jsonl(log, fault.apply(rows, Random(seed)))
     keep = Filter(PromptLimits(1, 100, 0, 0), [], 8, None)
 
     def call():
@@ -265,10 +265,8 @@ def test_a_summary_of_prompts(path, fault, seed):
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "Name bread."}]}) + "\n")
     output = path.with_name("done.jsonl")
     output.write_text("{}\n")
-    summary = json.loads((FIXTURES / "prompts.jsonl.summary.json").read_text())
-    output.with_name("done.jsonl.summary.json").write_text(
-        json.dumps(fault.apply(summary, Random(seed)))
-    )
+    summary = load_json(FIXTURES / "prompts.jsonl.summary.json")
+    dump_json(output.with_name("done.jsonl.summary.json"), fault.apply(summary, Random(seed)))
     words = ["prompts", "--source", "file", "--input", str(path), "--output", str(output)]
     args = Namespace(**parsed(words)[1])
     outcome("prompts: summary", fault.name, lambda: prompts.run(args))

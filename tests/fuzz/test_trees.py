@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from random import Random
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from drafttrain.drafters.common.tree_spec import MOST_DEPTH, MOST_NODES, TreeSpec
 from drafttrain.errors import UserError
+from tests.files import dump_json
 from tests.fuzz import Fault, fuzz, json_faults, outcome, seeds, wrong_words
 
 ALPHABET = [*"0123456789x,:-@=.", "chain:", "fanout:", "dynamic:", "paths:", "none", "99999999", "1000", "@sample",
@@ -94,7 +94,7 @@ def test_the_largest_trees_are_taken():
 @given(fault=json_faults(), seed=seeds())
 def test_tree_files(fault: Fault, seed, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "tree.json"
-    path.write_text(json.dumps(fault.apply([[0], [1], [0, 0], [0, 1]], Random(seed))))
+    dump_json(path, fault.apply([[0], [1], [0, 0], [0, 1]], Random(seed)))
     outcome("tree file", fault.name, lambda: parse(f"paths:{path}"))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -19,6 +18,7 @@ from drafttrain.drafters.shipping import find_drafter
 from drafttrain.errors import UserError
 from drafttrain.export import import_drafter
 from drafttrain.target import Target, load_shell
+from tests.files import FIXTURES, dump_json, load_json
 from tests.fuzz import (
     JSON_FAULTS,
     Fault,
@@ -30,7 +30,6 @@ from tests.fuzz import (
     text_faults,
 )
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 KINDS = sorted(path.name for path in (FIXTURES / "drafters").glob("*"))
 
 
@@ -93,7 +92,7 @@ def changed(original, folder, name, fault, seed):
     file = folder / name
     random = Random(seed)
     if fault in JSON_FAULTS:
-        file.write_text(json.dumps(fault.apply(json.loads(file.read_text()), random)))
+        file.write_text(json.dumps(fault.apply(load_json(file), random)))
     else:
         file.write_bytes(fault.apply(file.read_bytes(), random))
     return folder
@@ -180,7 +179,7 @@ def test_index(fault, seed, sharded, folder, tmp_path_factory):
         "metadata": {},
         "weight_map": {name: part for part, mine in parts.items() for name in mine},
     }
-    (original / "model.safetensors.index.json").write_text(json.dumps(index))
+    dump_json(original / "model.safetensors.index.json", index)
     changed(original, folder, "model.safetensors.index.json", fault, seed)
     if sharded == "target":
         call = lambda: Target.load(str(folder), "float32", "cpu")  # noqa: E731
@@ -197,7 +196,7 @@ def test_index(fault, seed, sharded, folder, tmp_path_factory):
 def test_a_drafters_record_of_its_target(folder, kind, recorded):
     shutil.copytree(FIXTURES / "drafters" / kind, folder)
     file = folder / ("drafttrain.json" if kind == "draft_model" else "config.json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), "target": recorded}))
+    file.write_text(json.dumps({**load_json(file), "target": recorded}))
     with pytest.raises(UserError, match=r"drafter='.*': target.*=.*: input should be a valid"):
         find_drafter(str(folder))
 

@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 
 from drafttrain.ops import divergence_kernels, tree_attention_kernels
 from drafttrain.ops.tree_attention_triton import _power_of_two, choose_geometry
+from tests.files import load_json
 
 # Bytes of shared memory that a program may ask for, and processors of a device.
 # Source: CUDA C++ Programming Guide, technical specifications per compute capability.
@@ -226,10 +227,10 @@ def main() -> int:
     parser.add_argument("--table", type=Path, help="prints the table of a JSON file and ends")
     args = parser.parse_args()
     if args.table:
-        print(table(json.loads(args.table.read_text())["rows"]))
+        print(table(load_json(args.table)["rows"]))
         return 0
     rows: list[dict[str, Any]] = (
-        json.loads(args.output.read_text())["rows"] if args.output and args.output.exists() else []
+        load_json(args.output)["rows"] if args.output and args.output.exists() else []
     )
     known = {
         tuple(row.get(key) for key in ("kernel", "arch", "width", "dtype", "terms")) for row in rows

@@ -39,6 +39,7 @@ from drafttrain.inference.engine import Engine
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from tests.drafters import contract
+from tests.files import load_json
 from tests.gpu.pretend import PretendGpu
 
 BUDGETS = Path(__file__).with_name("budgets.json")
@@ -106,7 +107,7 @@ def training_step(drafter: Any, target: Target, batch: Batch, autocast: bool = F
 @cache
 def budgets() -> Any:
     """What the tests allow: {"rounds": {kind: {tree: {batch: {"syncs", "calls"}}}}, "training": {kind: syncs}}."""
-    return json.loads(BUDGETS.read_text())
+    return load_json(BUDGETS)
 
 
 class Rounds(NamedTuple):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.files import load_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +27,7 @@ def compiled(tmp_path, *words: str) -> list[dict]:
     ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads((tmp_path / "rows.json").read_text())["rows"]
+    return load_json(tmp_path / "rows.json")["rows"]
 
 
 @pytest.mark.slow
@@ -53,7 +54,7 @@ def test_every_kernel_compiles_and_fits(tmp_path, architecture):
 
 
 def test_the_published_table_holds_every_kernel_and_all_fit():
-    rows = json.loads((ROOT / "eval" / "results" / "aot_kernels.json").read_text())["rows"]
+    rows = load_json(ROOT / "eval" / "results" / "aot_kernels.json")["rows"]
     assert (
         len({(row["arch"], row["width"]) for row in rows if row["kernel"] == "attend_parts"})
         == 7 * 5

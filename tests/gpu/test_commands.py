@@ -8,7 +8,8 @@ import pytest
 
 from drafttrain import cli
 from drafttrain.data.store import load_records
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
+from tests.files import load_json
 from tests.gpu.pretend import PretendGpu
 from tests.training.runs import write_recipe
 
@@ -24,8 +25,7 @@ def test_the_commands_run_on_a_gpu(any_gpu, tmp_path, monkeypatch):
     counted = isinstance(any_gpu, PretendGpu)
     target_dir = tmp_path / "target"
     target = make_target(hidden=64)  # FlexAttention needs heads of 16 numbers
-    target.model.save_pretrained(target_dir)
-    target.tokenizer.save_pretrained(target_dir)
+    save_target(target, target_dir)
     prompts = tmp_path / "prompts.jsonl"
     answers = tmp_path / "data"
     prompts.write_text(
@@ -90,7 +90,7 @@ def test_the_commands_run_on_a_gpu(any_gpu, tmp_path, monkeypatch):
         "--output",
         tmp_path / "results.json",
     )
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = load_json(tmp_path / "results.json")
     assert results["overall"]["identical_outputs"] == 1
     assert ("pretend GPU" in results["device"]) == counted
     assert any_gpu.replays

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.files import load_json
 from tests.inference import captured
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def test_the_suite_runs_whole_and_goes_on(tmp_path):
     assert "every step runs; nothing was measured" in done.stdout
     page = (tmp_path / "suite.md").read_text()
     assert "pretend" in page.splitlines()[0] and "MISSED" not in page and "met |" not in page
-    steps = json.loads((tmp_path / "suite.json").read_text())["steps"]
+    steps = load_json(tmp_path / "suite.json")["steps"]
     assert {outcome["status"] for outcome in steps.values()} <= {"done", "skipped"}
     again = suite(str(tmp_path), "--pretend", "--step", "loss")
     assert "loss: kept" in again.stdout

@@ -23,27 +23,30 @@ from drafttrain.errors import UserError
 from drafttrain.formats.public_names import shorten
 from drafttrain.hub.upload import check_private
 from drafttrain.target import Target
-from tests.conftest import make_target
+from tests.conftest import loaded_target, make_target
 from tests.drafters.eagle3_files import make_head
+from tests.files import ROOT, dump_json, load_json
 from tests.formats.checkpoints import make_checkpoint
 from tests.hub.hub_server import READ_ONLY, TOKEN, HubServer
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """A target, a drafter for it with a training record, a suite, data, and an evaluation of the drafter."""
     folder = tmp_path_factory.mktemp("work")
-    built = make_target(layers=8)
-    built.model.save_pretrained(folder / "target")
-    built.tokenizer.save_pretrained(folder / "target")
-    target = Target.load(str(folder / "target"), "float32")
+    target = loaded_target(folder / "target", layers=8)
     make_head(target).save_pretrained(folder / "drafter")
     config = {
-        "kind": "eagle3", "target": str(folder / "target"), "data": str(folder / "data"), "loss": "kl", "init": "target",
-        "output_dir": str(folder / "drafter"), "max_length": 512, "drafter": {"ttt_steps": 4}, "trainer": {"seed": 3},
-    }  # fmt: skip
+        "kind": "eagle3",
+        "target": str(folder / "target"),
+        "data": str(folder / "data"),
+        "loss": "kl",
+        "init": "target",
+        "output_dir": str(folder / "drafter"),
+        "max_length": 512,
+        "drafter": {"ttt_steps": 4},
+        "trainer": {"seed": 3},
+    }
     record = {
         "config": config,
         "steps": 12,
@@ -52,7 +55,7 @@ def work(tmp_path_factory):
         "device": "cpu",
         "processes": 1,
     }
-    (folder / "drafter" / "training.json").write_text(json.dumps(record))
+    dump_json(folder / "drafter" / "training.json", record)
     (folder / "drafter" / "decoding.json").write_text('{"tree": "chain:2"}')
     with Store(
         folder / "data",
@@ -107,15 +110,10 @@ def test_the_target_is_read_where_it_is_and_named_as_published(work, tmp_path, m
         assert (
             main([*command, "--base-model", "someone/base", "--dry-run", "--output", str(out)]) == 0
         )
-    described = json.loads((tmp_path / "out-drafter" / "speculators" / "config.json").read_text())
+    described = load_json(tmp_path / "out-drafter" / "speculators" / "config.json")
     verifier = {"name_or_path": "someone/base", "architectures": ["LlamaForCausalLM"]}
     assert described["speculators_config"]["verifier"] == verifier
-    assert (
-        json.loads((tmp_path / "out-dflash" / "vllm" / "config.json").read_text())[
-            "num_target_layers"
-        ]
-        == 8
-    )
+    assert load_json(tmp_path / "out-dflash" / "vllm" / "config.json")["num_target_layers"] == 8
 
 
 def prepare_unmeasured(folder):
@@ -133,7 +131,7 @@ def test_a_published_drafter_is_imported_as_it_was_trained(work, tmp_path):
     prepare_unmeasured(tmp_path)
     back = ["import", "--checkpoint", str(tmp_path / "out"), "--target", str(work / "target")]
     assert main([*back, "--output", str(tmp_path / "back")]) == 0
-    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    config = load_json(tmp_path / "back" / "config.json")
     assert (config["ttt_steps"], config["depth_share"], config["depth_decay"]) == (6, 0.5, 0.7)
 
 
@@ -143,23 +141,33 @@ def test_a_published_head_loads_without_warnings(work, tmp_path, monkeypatch):
     for module in (configuration_utils, modeling_utils):
         monkeypatch.setattr(module.logger, "warning", lambda text, *_: said.append(text))
     assert main(push_command(work, "--dry-run", "--output", str(tmp_path / "out"))) == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
+    assert load_json(tmp_path / "out" / "config.json")["model_type"] == "llama"
     load_trained(str(tmp_path / "out"))
     assert not [text for text in said if "of type" in text]
 
 
 def test_a_card_shows_what_engines_accepted(work, tmp_path, capsys):
-    row = {"kind": "eagle3", "engine": "vLLM", "release": "0.32.0", "loads": True, "same_text": 6, "prompts": 6, "rounds": 40,
-           "accepted_length": 1.25, "ours": 1.3, "verdict": "same"}  # fmt: skip
+    row = {
+        "kind": "eagle3",
+        "engine": "vLLM",
+        "release": "0.32.0",
+        "loads": True,
+        "same_text": 6,
+        "prompts": 6,
+        "rounds": 40,
+        "accepted_length": 1.25,
+        "ours": 1.3,
+        "verdict": "same",
+    }
     other = {**row, "engine": "SGLang", "prompts": None, "accepted_length": None, "ours": None}
     verified = tmp_path / "verify.json"
-    verified.write_text(json.dumps({"rows": [row, other]}))
+    dump_json(verified, {"rows": [row, other]})
     command = push_command(work, "--dry-run", "--output", str(tmp_path / "out"))
     assert main([*command, "--verified", str(verified)]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| vLLM | 0.32.0 | 6 | 6 | 1.250 | 1.300 |" in card and "| SGLang |" not in card
     assert "an engine may gain less, or lose" in card
-    verified.write_text(json.dumps({"rows": [{**row, "kind": "medusa"}]}))
+    dump_json(verified, {"rows": [{**row, "kind": "medusa"}]})
     assert main([*command, "--verified", str(verified)]) == 2
     assert "is of medusa, this drafter is 'eagle3'" in capsys.readouterr().err
 
@@ -167,13 +175,13 @@ def test_a_card_shows_what_engines_accepted(work, tmp_path, capsys):
 def test_a_card_names_the_data_of_a_training_elsewhere(work, tmp_path):
     shutil.copytree(work / "drafter", tmp_path / "drafter")
     file = tmp_path / "drafter" / "training.json"
-    record = json.loads(file.read_text())
+    record = load_json(file)
     record["config"]["data"] = "/not/here"
     facts = {
         "counts": {"conversations": 77, "response_tokens": 1234},
         "sampling": {"temperature": 0.7},
     }
-    file.write_text(json.dumps({**record, "data_set": facts}))
+    dump_json(file, {**record, "data_set": facts})
     prepare_unmeasured(tmp_path)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "77 conversations with 1234 tokens that the target wrote itself (temperature 0.7" in card
@@ -181,7 +189,7 @@ def test_a_card_names_the_data_of_a_training_elsewhere(work, tmp_path):
 
 def test_a_card_shows_what_the_drafter_accepts_alone(work, tmp_path):
     """Engines draft without our merged matches, so a merged figure alone would promise too much."""
-    alone = json.loads((work / "results.json").read_text())
+    alone = load_json(work / "results.json")
     merged = {
         **alone,
         "kind": f"{alone['kind']}+ngram",
@@ -189,7 +197,7 @@ def test_a_card_shows_what_the_drafter_accepts_alone(work, tmp_path):
     }
     files = [tmp_path / "merged.json", tmp_path / "alone.json"]
     for file, content in zip(files, (merged, alone), strict=True):
-        file.write_text(json.dumps(content))
+        dump_json(file, content)
     push = push_command(work, "--dry-run", "--output", str(tmp_path / "out"))
     at = push.index("--results") + 1
     assert main([*push[:at], *map(str, files), *push[at + 1 :]]) == 0
@@ -201,10 +209,10 @@ def test_a_card_shows_what_the_drafter_accepts_alone(work, tmp_path):
 
 
 def test_a_card_says_which_temperature_was_not_measured(work, tmp_path, capsys):
-    greedy = json.loads((work / "results.json").read_text())
+    greedy = load_json(work / "results.json")
     sampled = {**greedy, "decoding": {**greedy["decoding"], "temperature": 1.0}}
     file = tmp_path / "sampled.json"
-    file.write_text(json.dumps(sampled))
+    dump_json(file, sampled)
     push = push_command(work, "--dry-run", "--output", str(tmp_path / "greedy"))
     assert main(push) == 0
     said = "Temperature 1 has not been measured: `drafttrain eval --target"
@@ -224,9 +232,16 @@ def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, cap
     files = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
     names = {str(path) for path in files if not path.name.startswith(".")}  # hidden ones stay here
     assert names == {
-        "README.md", "config.json", "model.safetensors", "speculators/config.json", "speculators/model.safetensors",
-        "decoding.json", "training.json", "results/1-suite-t0.json", "plots/results.png",
-    }  # fmt: skip
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "speculators/config.json",
+        "speculators/model.safetensors",
+        "decoding.json",
+        "training.json",
+        "results/1-suite-t0.json",
+        "plots/results.png",
+    }
     assert all(name in printed for name in names) and "dry run: nothing was uploaded" in printed
     for name in names:
         if not name.endswith((".png", ".safetensors")):
@@ -234,7 +249,7 @@ def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, cap
             for private in (str(work), str(ROOT), str(Path.home()), "/tmp/", "prompts.jsonl"):
                 assert private not in text, (name, private)
     card = (out / "README.md").read_text()
-    results = json.loads((work / "results.json").read_text())
+    results = load_json(work / "results.json")
     for expected in (
         "base_model: someone/base", "license: mit", "- speculative-decoding", f"{results['overall']['accepted_length']:.2f}",
         "| **all** | 1 |", results["device"], '"num_speculative_tokens": 2', "--speculative-num-steps 2", "max_draft_len: 2",
@@ -242,7 +257,7 @@ def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, cap
     ):  # fmt: skip
         assert expected in card, expected
     assert "prompts: a file of the publisher's (3)" in card
-    assert json.loads((out / "decoding.json").read_text())["chain"].startswith("chain:")
+    assert load_json(out / "decoding.json")["chain"].startswith("chain:")
     table = [line for line in card.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1 and len(table) == 4
     assert "{{" not in card and "{%" not in card
@@ -275,12 +290,12 @@ def test_no_evaluation_or_a_foreign_one_is_refused(work, tmp_path, capsys):
     card = (tmp_path / "o" / "README.md").read_text()
     assert "## Not measured" in card
     assert "`drafttrain eval --target target --drafter writer/head`" in card
-    results = json.loads((work / "results.json").read_text())
+    results = load_json(work / "results.json")
     for change, message in (
         ({"target": "someone/else"}, "are for target 'someone/else'"),
         ({"kind": "ngram"}, "measured a drafter of kind 'ngram'"),
     ):
-        (tmp_path / "r.json").write_text(json.dumps({**results, **change}))
+        dump_json(tmp_path / "r.json", {**results, **change})
         assert main([*bare, "--results", str(tmp_path / "r.json")]) == 2
         assert message in capsys.readouterr().err
     assert (
@@ -361,7 +376,7 @@ def test_a_draft_model_is_published_with_its_gguf_file(tmp_path, capsys):
         "drafter_kind": "draft_model",
         "target": {"name": "someone/base", "vocab_size": 300},
     }
-    (tmp_path / "draft" / "drafttrain.json").write_text(json.dumps(described))
+    dump_json(tmp_path / "draft" / "drafttrain.json", described)
     command = [
         "push",
         "--drafter",
@@ -380,10 +395,7 @@ def test_a_draft_model_is_published_with_its_gguf_file(tmp_path, capsys):
         "draft.gguf",
         "README.md",
     } <= names
-    assert (
-        json.loads((tmp_path / "out" / "drafttrain.json").read_text())["drafter_kind"]
-        == "draft_model"
-    )
+    assert load_json(tmp_path / "out" / "drafttrain.json")["drafter_kind"] == "draft_model"
     card = (tmp_path / "out" / "README.md").read_text()
     assert (
         "--spec-draft-model writer/draft/draft.gguf" in card and "assistant_model=assistant" in card
@@ -416,9 +428,14 @@ def run_against(
     """Commands in one process whose Hub is the server; their status, and what each printed and complained of."""
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("HF_")},
-        "HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*",
-        "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }  # fmt: skip
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+        "NO_PROXY": "*",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
     done = subprocess.run([sys.executable, "-c", _DRIVER], input=json.dumps(commands), env=environment, capture_output=True,
                           text=True, cwd=home, check=False, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -488,9 +505,7 @@ def test_the_hub_from_login_to_reading_back(work, tmp_path):
         ]
         assert rows["part-0000.jsonl"].count(b"\n") == 3 and b"our own, CC0" in rows["README.md"]
         assert str(work).encode() not in b"".join(rows.values())
-    local, hub = (
-        json.loads(path.read_text()) for path in (work / "results.json", tmp_path / "again.json")
-    )
+    local, hub = (load_json(path) for path in (work / "results.json", tmp_path / "again.json"))
     assert hub["kind"] == "eagle3" and hub["decoding"]["tree"]["spec"] == "chain:2"
     for key in ("accepted_length", "tokens", "target_passes", "identical_outputs"):
         assert hub["overall"][key] == local["overall"][key]

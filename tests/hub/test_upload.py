@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import socket
@@ -21,6 +20,7 @@ from markdown_it import MarkdownIt
 from drafttrain.errors import UserError
 from drafttrain.hub import upload
 from drafttrain.hub.upload import _fenced, _link, write_card
+from tests.files import dump_json
 from tests.hub.hub_server import TOKEN, HubServer, Repository
 
 
@@ -120,7 +120,7 @@ def test_a_refused_push_leaves_no_folder_behind(tmp_path, existed):
     def prepare(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "README.md").write_text("a card")
-        (folder / "meta.json").write_text(json.dumps({"note": f"by {TOKEN}"}))
+        dump_json(folder / "meta.json", {"note": f"by {TOKEN}"})
 
     with pytest.raises(
         UserError, match=r"meta.json line 1 holds what looks like a Hugging Face token; remove it"

@@ -12,9 +12,9 @@ import torch
 import drafttrain
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder
-from drafttrain.ops.native import cpu_kernels
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
+from tests.marks import needs_compiler
 
 PACKAGE = Path(drafttrain.__file__).parent
 ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
@@ -61,7 +61,7 @@ def listed_files() -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@needs_compiler
 def test_a_round_crosses_few_files():
     files = files_of_a_round()
     assert len(files) <= MOST_FILES, files

@@ -18,8 +18,9 @@ from drafttrain.ops.tree_cache import TreeCache
 from tests.conftest import make_target
 from tests.drafters.helpers import check_same_trees, make_batch
 from tests.drafters.layer_kinds import make_kind
+from tests.marks import needs_compiler
 
-pytestmark = pytest.mark.skipif(native.cpu_kernels() is None, reason="no C compiler here")
+pytestmark = needs_compiler
 
 
 def head_and_states(d=3000, h=76, count=9):

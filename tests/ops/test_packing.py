@@ -17,9 +17,7 @@ from drafttrain.ops.packing import (
     round_to_int8,
     skinny_linear,
 )
-
-needs_compiler = pytest.mark.skipif(native.cpu_kernels() is None, reason="no C compiler here")
-
+from tests.marks import needs_compiler
 
 ROUNDED = {
     torch.float32: lambda weight: weight,

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafttrain.ops import tree_attention as module
-from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
+from drafttrain.ops.native import multiplies_bfloat16
 from drafttrain.ops.tree_attention import CpuPlan, TreeLayout, tree_attention
+from tests.marks import needs_compiler
 
 TREES = {"root": [], "chain": [-1, 0, 1], "tree": [-1, -1, 0, 0, 2, 1, 4]}
 
@@ -144,7 +145,7 @@ def test_siblings_share_a_position():
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@needs_compiler
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_cpu_kernel_equals_torch(data):
@@ -177,7 +178,7 @@ def test_cpu_kernel_equals_torch(data):
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("window", [None, 199])
 @pytest.mark.parametrize("prefix", [0, 37, 254, 255, 511, 2046])
@@ -211,7 +212,7 @@ def test_cpu_kernel_gives_a_node_what_plain_decoding_gives(stored, prefix, windo
     torch.testing.assert_close(tree, wide, atol=tolerance, rtol=0)
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@needs_compiler
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_cpu_kernel_serves_packed_rows(data):
@@ -276,7 +277,7 @@ def test_a_tree_may_grow_over_several_forwards(width, window):
             torch.testing.assert_close(got, whole[:, :, held:], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+@needs_compiler
 @torch.no_grad()
 def test_growing_trees_share_a_packed_pass():
     """Two sequences, one with held tokens and one without, in one call that also stores the new keys."""

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from drafttrain.errors import UserError
-from drafttrain.ops.native import cpu_kernels, multiplies_bfloat16
+from drafttrain.ops.native import multiplies_bfloat16
 from drafttrain.ops.tree_cache import SlotMover, TreeCache
+from tests.marks import needs_compiler
 
 FORM = {"scaling": 0.2, "window": None, "softcap": None, "sinks": None}
-needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
 
 
 def random_tokens(count, seed=0):
@@ -209,7 +209,7 @@ def test_half_precision_rows_are_kept_in_float32_on_a_cpu(width):
     assert torch.equal(caches[0]._layers[0][0][:, :9], caches[1]._layers[0][0][:, :9])
 
 
-@needs_kernels
+@needs_compiler
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
@@ -231,7 +231,7 @@ def test_a_text_read_at_once_gets_the_bits_of_one_read_token_by_token(dtype, win
     assert torch.equal(got[:, :260], torch.cat(want, dim=1)[:, 40:])
 
 
-@needs_kernels
+@needs_compiler
 @torch.no_grad()
 def test_keys_of_a_bfloat16_target_are_stored_in_half_the_bytes():
     tokens = random_tokens(70)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.reports.report import MOST_DEPTHS, print_results
+from tests.files import FIXTURES, load_json
 
-RESULTS = next((Path(__file__).resolve().parents[1] / "fixtures" / "results").glob("*.json"))
+RESULTS = next((FIXTURES / "results").glob("*.json"))
 HEADINGS = [
     "category",
     "prompts",
@@ -45,7 +43,7 @@ def test_no_column_is_lost(columns, right, monkeypatch, capsys):
 
 def test_the_table_of_eval_shows_six_depths(monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
-    results = json.loads(RESULTS.read_text())
+    results = load_json(RESULTS)
     for figures in (results["overall"], *results["categories"].values()):
         figures["acceptance_by_depth"]["conditional"] = [0.5 + number / 100 for number in range(11)]
     print_results(results)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "quickstart.sh"
+from tests.files import ROOT
+
+SCRIPT = ROOT / "scripts" / "quickstart.sh"
 # Every command prints a table, advice and the command that follows, as the real ones do.
 STAND_IN = """#!/usr/bin/env bash
 echo "ran $*"

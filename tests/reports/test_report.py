@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from drafttrain import cli
 from drafttrain.evaluation.metrics import by_category, summarize
 from tests.evaluation.records import OURS, PLAIN, record
+from tests.files import dump_json, load_json
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def results(tmp_path):
         "categories": by_category(records),
     }
     path = tmp_path / "results.json"
-    path.write_text(json.dumps(content))
+    dump_json(path, content)
     return path
 
 
@@ -72,10 +71,10 @@ def test_a_page_and_a_picture_in_one_call_beside_the_results(
 
 @pytest.mark.thorough
 def test_a_picture_without_baselines(results, tmp_path):
-    content = json.loads(results.read_text())
+    content = load_json(results)
     for figures in (content["overall"], *content["categories"].values()):
         figures |= {"baselines": {}, "speedup": {}, "speedup_vs_fastest": None}
-    results.write_text(json.dumps(content))
+    dump_json(results, content)
     assert cli.main(["report", str(results), "--output", str(tmp_path / "bare.svg")]) == 0
     shown = (tmp_path / "bare.svg").read_text()
     assert "Acceptance by depth" in shown

@@ -14,6 +14,7 @@ from drafttrain.reports import charts
 from drafttrain.reports.figures import conditions
 from drafttrain.reports.report_page import differing, make_charts, mark, page, run_names
 from tests.evaluation.records import OURS, PLAIN, record
+from tests.files import dump_json
 from tests.reports.html_page import Page
 
 
@@ -73,7 +74,7 @@ def sweep():
 def write(tmp_path):
     def to(name, content):
         path = tmp_path / name
-        path.write_text(json.dumps(content))
+        dump_json(path, content)
         return str(path)
 
     return to
@@ -85,7 +86,7 @@ def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     contents = {"a": results(), "b": results("head", same=True), "s": sweep()}
     for name, content in contents.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
+        dump_json(folder / f"{name}.json", content)
     output = folder / "out" / "compared.html"
     assert (
         cli.main(

@@ -25,6 +25,7 @@ from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.progress import plain_console
 from drafttrain.reports.terminal_chat import ChatSession, ChatTurn, LiveView, PlainView
+from tests.files import load_json
 from tests.inference.fakes import FakeDrafter
 
 TURNS = ["hello there", "and again", "once more"]
@@ -194,7 +195,7 @@ def test_a_pipe_gets_one_answer_per_line(chat, tmp_path):
     ]
     status, out, err = chat("\n".join(lines))
     assert status == 0 and "\x1b" not in out + err
-    written = json.loads(saved.read_text())
+    written = load_json(saved)
     first, second = written["turns"]
     assert out.startswith(f"{first['answer']}\n{second['answer']}\n") and out.count("\n") >= 3
     assert [first["drafting"], second["drafting"]] == [True, False]

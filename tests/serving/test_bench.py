@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -20,10 +19,10 @@ from drafttrain.serving.bench import Load, compare, figures
 from drafttrain.serving.client import Answer, parse_metrics, speculation
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import make_kind
+from tests.files import ROOT, load_jsonl
 from tests.serving.fake_server import FakeServer, vllm_page
 from tests.states.stand_ins import engine
 
-ROOT = Path(__file__).parents[2]
 KEPT = torch.arange(40, 240)
 SGLANG = """sglang:spec_accept_length{model_name="tiny",tp_rank="0"} 2.5
 sglang:spec_accept_rate{model_name="tiny",tp_rank="0"} 0.5
@@ -412,7 +411,7 @@ def test_each_draft_length_is_served_and_compared_with_the_first(bench, head, ca
     shown = capsys.readouterr().out
     assert "3 drafted over 0 drafted (above 1" in shown
     # Every server had the user's flag, one address, and the exported head but for plain decoding.
-    started = [json.loads(line) for line in (head / "log").read_text().splitlines()]
+    started = load_jsonl(head / "log")
     drafted = []
     for words in started:
         given = dict(itertools.pairwise(words))

@@ -7,14 +7,13 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from drafttrain.cli import parsed
 from drafttrain.train import setup
+from tests.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "scripts/remote_target_cpu.sh"
 
 

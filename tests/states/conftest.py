@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
-import json
 
 import httpx
 import pytest
 
 from drafttrain.states import served
 from drafttrain.target import Target
+from tests.files import dump_json, load_json
 from tests.training.runs import write_data
 
 
 @pytest.fixture
 def data(tmp_path, target_dir):
     folder = write_data(tmp_path / "data", Target.load(str(target_dir)), rows=6)
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = load_json(folder / "meta.json")
     meta["target"]["name"] = str(target_dir)
-    (folder / "meta.json").write_text(json.dumps(meta))
+    dump_json(folder / "meta.json", meta)
     return folder
 
 

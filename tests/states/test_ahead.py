@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import threading
 from collections import Counter
@@ -26,7 +25,8 @@ from drafttrain.states.served import Served
 from drafttrain.target import Target
 from drafttrain.training.checkpoint import Checkpoints
 from drafttrain.training.step import TrainingStep
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
+from tests.files import load_json
 from tests.states.fake_state_server import FakeStateServer
 from tests.states.stand_ins import LAYERS, SERVED
 from tests.training.runs import ROOT, TWO, launch, write_data, write_recipe
@@ -171,8 +171,7 @@ def place(tmp_path_factory):
     """(folder of a tiny target, data, the same data with the server's states stored); nobody writes to them."""
     folder = tmp_path_factory.mktemp("streaming")
     target = make_target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
+    save_target(target, folder / "target")
     data = write_data(folder / "data", target)
     stored = folder / "stored"
     shutil.copytree(data, stored)
@@ -256,8 +255,7 @@ def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
     for name, tensor in streamed.items():
         assert torch.equal(tensor, kept[name]), name
     figures, others = (
-        json.loads((tmp_path / name / "drafter" / "training.json").read_text())
-        for name in ("streamed", "kept")
+        load_json(tmp_path / name / "drafter" / "training.json") for name in ("streamed", "kept")
     )
     assert figures["train_loss"] == others["train_loss"]
     assert figures["held_out"]["eval_loss"] == others["held_out"]["eval_loss"]
@@ -329,7 +327,7 @@ def test_two_processes_train_from_servers_what_they_train_from_stored_states(
         assert done.returncode == 0, done.stderr[-4000:]
         drafter = tmp_path / name / "drafter"
         weights[name] = load_file(drafter / "checkpoint-12" / "model.safetensors")
-        figures[name] = json.loads((drafter / "training.json").read_text())
+        figures[name] = load_json(drafter / "training.json")
     assert all(
         figure["processes"] == 2 and figure["engine"] == "DeepSpeedEngine"
         for figure in figures.values()

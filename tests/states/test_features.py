@@ -30,6 +30,7 @@ from drafttrain.states.transports.folder import RECORD
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from tests.drafters.helpers import make_drafter
+from tests.files import load_jsonl
 from tests.states.fake_state_server import FakeStateServer
 from tests.states.stand_ins import LAYERS, SERVED, stored
 from tests.training.runs import ROOT, write_data
@@ -307,7 +308,7 @@ def test_vllms_states_are_the_local_ones(tmp_path, flags, monkeypatch):
         monkeypatch.setenv(name, os.environ.get(name, value))
     target = Target.load("smollm2-135m", "float32", "cpu")
     data = write_data(tmp_path / "data", target, rows=8)
-    lines = [json.loads(line) for line in (data / "part-0000.jsonl").read_text().splitlines()]
+    lines = load_jsonl(data / "part-0000.jsonl")
     longer = [{**row, "id": row["id"] + "-long", "tokens": row["tokens"] * 4} for row in lines]
     write_jsonl(data / "part-0000.jsonl", lines + longer)
     exact = [

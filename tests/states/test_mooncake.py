@@ -26,6 +26,7 @@ from drafttrain.states.served import Served
 from drafttrain.states.server import MooncakeStore
 from drafttrain.target import Target
 from tests.conftest import make_target
+from tests.files import ROOT
 from tests.states.fake_state_server import FakeStateServer
 from tests.states.stand_ins import SERVED, engine, stored
 from tests.training.runs import write_data
@@ -325,7 +326,7 @@ def test_vllms_states_through_a_real_store_are_the_local_ones(tmp_path, monkeypa
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }.items():
         monkeypatch.setenv(name, os.environ.get(name, value))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     target = Target.load("smollm2-135m", "float32", "cpu")
     data = write_data(tmp_path / "data", target, rows=8)
     port = free_port()

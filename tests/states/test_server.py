@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ from drafttrain.states.engine_server import flag_value, free_port
 from drafttrain.states.server import StateServer, served_layers
 from drafttrain.target import load_shell
 from drafttrain.target.attention import LAST
+from tests.files import load_json
 from tests.states.stand_ins import engine
 
 
@@ -233,7 +233,7 @@ def test_a_signal_ends_both_also_a_server_that_does_not_listen(
             signal.signal(number, handler)
     assert "ended by SIGINT; vLLM has ended, and its states are deleted" in capsys.readouterr().err
     with pytest.raises(ProcessLookupError):
-        os.kill(json.loads(seen.read_text())[0], 0)
+        os.kill(load_json(seen)[0], 0)
     assert not (tmp_path / "states").exists()
 
 

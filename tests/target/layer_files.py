@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from tests.conftest import make_tokenizer
+from tests.files import load_json
 
 
 def save(model, folder, shard="50GB"):
@@ -15,7 +14,7 @@ def save(model, folder, shard="50GB"):
 
 def delete_layer_files(folder):
     """Deletes the files of a folder's layers; returns those that stay."""
-    names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    names = load_json(folder / "model.safetensors.index.json")["weight_map"]
     kept = {file for name, file in names.items() if ".layers." not in name}
     gone = set(names.values()) - kept
     assert gone

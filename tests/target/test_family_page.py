@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.files import ROOT
 from tests.inference import fakes
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "developer" / "add-a-target-family.md"
 
 
@@ -49,7 +48,7 @@ def test_the_table_marks_the_families_that_are_compared():
     module = families()
     _, found, text = module.PAGE.read_text().partition(module.BEGIN)
     bold = set(re.findall(r"\*\*([\w-]+)\*\*", text.partition(module.END)[0]))
-    compared = {model_type for model_type, _ in (*fakes.FAMILIES.values(), *fakes.OWN.values())}
+    compared = {each["model_type"] for each in (*fakes.FAMILIES.values(), *fakes.OWN.values())}
     assert found and bold == compared, "run python scripts/target_table.py"
 
 

@@ -15,6 +15,7 @@ from drafttrain.states.source import run_rows
 from drafttrain.target import Target, load_shell, loading, resolve_dtype
 from drafttrain.target.loading import architectures_of
 from tests.conftest import make_target
+from tests.files import dump_json, load_json
 from tests.inference.any_family import FAMILIES, PROMPT, VARIANTS, build, wrapped
 from tests.target.layer_files import delete_layer_files, save
 
@@ -165,7 +166,7 @@ def test_a_model_type_of_the_repositorys_own_is_read_as_its_class_is(tmp_path):
     folder = save(build(FAMILIES["deepseek_v3"], {"num_key_value_heads": 4}), tmp_path)
     file = tmp_path / "config.json"
     own = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration.DeepseekV3Config"}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    file.write_text(json.dumps(load_json(file) | own))
     shell = load_shell(folder, "float32", "cpu", trust_remote_code=True, weights=True)
     assert_same(shell, Target.load(folder, "float32", "cpu"), PROMPT[None])
 
@@ -220,15 +221,15 @@ def test_running_a_shell_is_one_line(target_dir):
 def test_a_shell_names_files_and_weights_that_are_missing_or_wrong(tmp_path):
     name = save(make_target().model, tmp_path / "target", shard="20KB")
     index = tmp_path / "target" / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
+    content = load_json(index)
     head = content["weight_map"].pop("lm_head.weight")
-    index.write_text(json.dumps(content))
+    dump_json(index, content)
     with pytest.raises(
         UserError, match=r"its files do not hold lm_head\.weight as config\.json describes"
     ):
         load_shell(name, device="cpu", weights=True)
     content["weight_map"]["lm_head.weight"] = head
-    index.write_text(json.dumps(content))
+    dump_json(index, content)
     (tmp_path / "target" / head).unlink()
     with pytest.raises(
         UserError, match=rf"{head}, which holds lm_head\.weight, is not there; download it again"

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.cpu_draft import DraftStep
-from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
+from tests.marks import needs_compiler
 
-pytestmark = pytest.mark.skipif(cpu_kernels() is None, reason="no C compiler here")
+pytestmark = needs_compiler
 
 THREADS = 4
 REPEATS = 60

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
+from tests.files import load_json
 
 
 def same(a: object, b: object) -> bool:
@@ -28,7 +29,7 @@ def state_of(checkpoint: Path) -> dict[str, object]:
         name: torch.load(checkpoint / name, weights_only=False)
         for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth")
     }
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    state = load_json(checkpoint / "trainer_state.json")
     losses = [
         [log["step"], log["loss"], log["grad_norm"]]
         for log in state["log_history"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 from tests.training.runs import write_data
 
 
@@ -13,6 +13,5 @@ def tiny(tmp_path_factory):
     """(folder of a tiny target, folder of data for it); nobody writes to either."""
     folder = tmp_path_factory.mktemp("tiny")
     target = make_target()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
+    save_target(target, folder / "target")
     return folder / "target", write_data(folder / "data", target)

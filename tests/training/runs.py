@@ -13,8 +13,7 @@ import torch
 
 from drafttrain.data.store import Store
 from drafttrain.target import Target
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.files import ROOT
 
 
 def write_data(folder: Path, target: Target, rows: int = 24, seed: int = 0) -> Path:

@@ -11,7 +11,7 @@ from drafttrain.cli import main
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
 from tests.training.runs import write_recipe
 
 
@@ -83,8 +83,7 @@ def test_a_recipe_that_contradicts_the_drafter_is_refused(tmp_path, made, words,
 
 def test_a_target_that_it_was_not_made_for_is_refused(tmp_path, made, capsys):
     other = make_target(layers=6)
-    other.model.save_pretrained(tmp_path / "other")
-    other.tokenizer.save_pretrained(tmp_path / "other")
+    save_target(other, tmp_path / "other")
     assert main(["train", *recipe(tmp_path, made), f"target={tmp_path / 'other'}"]) == 2
     assert "num_layers=4, but target" in capsys.readouterr().err
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -15,6 +14,7 @@ from drafttrain.drafters.registry import load_drafter
 from drafttrain.files import write_jsonl
 from drafttrain.inference import generate
 from drafttrain.target import Target
+from tests.files import load_json
 from tests.training.runs import write_recipe
 
 SHAPES = "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}"
@@ -54,7 +54,7 @@ def test_layers_of_the_target_are_distilled_and_the_run_goes_on_exactly(
     assert train(*words, f"output_dir={tmp_path / 'whole'}") == 0
     assert train(*words, "max_steps=3") == 0
     assert train(*words) == 0
-    summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    summary = load_json(tmp_path / "drafter" / "training.json")
     assert (
         summary["steps"] == 6
         and summary["vocabulary"]["size"] == 300
@@ -120,7 +120,7 @@ def test_text_pretrains_and_the_result_is_distilled(train, tiny, tmp_path):
         train(*words, f"data={text}", f"output_dir={first}", "learning_rate=0.01", "max_steps=12")
         == 0
     )
-    held = json.loads((first / "training.json").read_text())["held_out"]
+    held = load_json(first / "training.json")["held_out"]
     assert held["eval_loss"] < 4.5, "the alphabet alone leaves 5.6"
     assert train(f"init={first}", "max_steps=2") == 0
     assert not torch.equal(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 
 import pytest
@@ -14,6 +13,7 @@ from drafttrain.data import loader
 from drafttrain.drafters.registry import default_tree
 from drafttrain.training.checkpoint import Checkpoints
 from drafttrain.training.step import TrainingStep
+from tests.files import load_json
 from tests.training.runs import write_recipe
 
 
@@ -179,6 +179,6 @@ def test_a_run_that_died_behind_its_last_checkpoint_takes_no_further_step(begun,
     (run / "model.safetensors").unlink()
     assert main(["train", *begun[1], f"output_dir={run}", "max_steps=2"]) == 0
     assert "going on from" in capsys.readouterr().out
-    summary = json.loads((run / "training.json").read_text())
+    summary = load_json(run / "training.json")
     assert summary["steps"] == 2 and (run / "model.safetensors").is_file()
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"]

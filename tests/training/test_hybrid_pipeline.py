@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -18,6 +17,7 @@ from drafttrain.states.origins import Stored
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
 from tests.drafters.native_families import write_checkpoint
+from tests.files import load_json
 from tests.training.runs import write_recipe
 
 PLAIN = ["--dtype", "float32", "--device", "cpu"]
@@ -102,7 +102,7 @@ def test_a_hybrid_goes_through_the_whole_pipeline(hybrid, tmp_path, kind, capsys
         *PLAIN,
     ]
     assert main([*words, "--max-new-tokens", "16", "--output", str(results)]) == 0
-    overall = json.loads(results.read_text())["overall"]
+    overall = load_json(results)["overall"]
     assert overall["identical_outputs"] == 1.0 and overall["accepted_length"] >= 1.0
     form = "transformers" if kind == "draft_model" else "vllm"
     words = [
@@ -159,7 +159,7 @@ def test_training_runs_the_target_where_no_states_are_stored(hybrid, tmp_path, c
         folder = train(
             tmp_path / name, (target, own), "eagle3", cache_gb=0, decode_prompts=0, **extra
         )
-        losses.append(json.loads((folder / "training.json").read_text())["held_out"]["eval_loss"])
+        losses.append(load_json(folder / "training.json")["held_out"]["eval_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4) and losses[2] > 0
     (tmp_path / "own").mkdir()
     own_answers = {

@@ -9,7 +9,8 @@ import shlex
 import pytest
 
 from drafttrain.cli import main
-from tests.conftest import make_target
+from tests.conftest import make_target, save_target
+from tests.files import dump_json
 from tests.training.runs import ROOT
 
 PAGE = ROOT / "docs" / "tutorials" / "own-data.md"
@@ -38,12 +39,11 @@ def test_every_command_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     target = make_target(layers=8)
-    target.model.save_pretrained("target")
-    target.tokenizer.save_pretrained("target")
+    save_target(target, "target")
     lines = [json.dumps({"prompt": f"Write {number} lines about tea."}) for number in range(24)]
     (tmp_path / "support.jsonl").write_text("\n".join(lines))
     question = {"question_id": 1, "category": "repairs", "turns": ["The chain jumps. Why?"]}
-    (tmp_path / "heldout.jsonl").write_text(json.dumps(question))
+    dump_json(tmp_path / "heldout.jsonl", question)
 
     def run(words: list[str]) -> str:
         words = [word.replace("smollm2-135m", "target") for word in words]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -25,6 +24,7 @@ from drafttrain.recipes import recipe_path
 from drafttrain.train import setup
 from scripts import docs_commands
 from tests.conftest import make_target, make_tokenizer
+from tests.files import load_json
 from tests.training.runs import ROOT, write_data
 
 CONFIGS = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml"))
@@ -162,9 +162,7 @@ def test_a_launcher_without_a_target_is_found(monkeypatch):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_reads_its_files(stage):
-    given = json.loads((ROOT / f"configs/deepspeed/zero{stage}.json").read_text())[
-        "zero_optimization"
-    ]
+    given = load_json(ROOT / f"configs/deepspeed/zero{stage}.json")["zero_optimization"]
     assert DeepSpeedZeroConfig(**given).stage == stage  # unknown keys are errors
 
 
@@ -232,6 +230,6 @@ def test_every_line_starts(stand_ins, tmp_path, path, line):
         [*command, *words], cwd=ROOT, env=full, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    summary = json.loads((tmp_path / "out" / "training.json").read_text())
+    summary = load_json(tmp_path / "out" / "training.json")
     assert summary["steps"] >= 1 and summary["processes"] == (2 if env else 1)
     assert (summary["engine"] == "DeepSpeedEngine") == bool(env)

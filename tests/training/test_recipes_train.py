@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from drafttrain.recipes import recipe_names, recipe_path
 from drafttrain.target import Target
 from drafttrain.training.arguments import KEYS
 from tests.conftest import make_tokenizer
+from tests.files import load_json
 from tests.training.runs import write_data
 
 pytestmark = pytest.mark.slow
@@ -116,5 +116,5 @@ def test_the_recipe_trains(name, tmp_path):
         save(tiny(AutoConfig.from_pretrained(str(path.parent / "init.json"))), tmp_path / "small")
         words.append(f"init={tmp_path / 'small'}")
     assert main(["train", "--recipe", name, *words]) == 0
-    summary = json.loads((tmp_path / "out" / "training.json").read_text())
+    summary = load_json(tmp_path / "out" / "training.json")
     assert summary["steps"] == 2 and summary["config"]["packing"] and summary["train_loss"] > 0

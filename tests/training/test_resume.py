@@ -24,6 +24,7 @@ from drafttrain.cli import main
 from drafttrain.training.limits import TimeBudget
 from drafttrain.training.order import ByLength
 from drafttrain.training.step import MEASURE_EVERY, TrainingStep
+from tests.files import load_json
 from tests.training.checkpoint_states import same, state_of
 from tests.training.runs import ROOT, launch, write_recipe
 
@@ -122,7 +123,7 @@ def test_killed_at_a_random_step_and_resumed_equals_uninterrupted(tiny, request,
 def test_the_best_checkpoint_is_the_one_that_decodes_best(whole):
     folder = whole[0] / "drafter"
     out = whole[1]
-    state = json.loads((folder / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    state = load_json(folder / f"checkpoint-{STEPS}" / "trainer_state.json")
     key = "eval_decode_accepted_length"
     decoded = {log["step"]: log[key] for log in state["log_history"] if key in log}
     assert list(decoded) == [3, 6, 9, STEPS] and "decoding held-out prompts: accepted length" in out
@@ -141,7 +142,7 @@ def test_the_best_checkpoint_is_the_one_that_decodes_best(whole):
         load_file(folder / "model.safetensors"),
         load_file(folder / f"checkpoint-{best}" / "model.safetensors"),
     )
-    assert json.loads((folder / "training.json").read_text())["best"]["step"] == best
+    assert load_json(folder / "training.json")["best"]["step"] == best
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import socket
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from drafttrain.cli import main
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
+from tests.files import dump_json, load_json
 from tests.training.runs import ROOT, TWO, launch, write_recipe
 
 STEPS = 6
@@ -58,14 +58,12 @@ def recipe(folder: Path, tiny, batch: int, pieces: int = 1, **extra: object) -> 
 
 def outcome(folder: Path) -> tuple[list[float], dict[str, torch.Tensor], dict]:
     """Losses and gradient norms by step, final weights, training.json."""
-    state = json.loads(
-        (folder / "drafter" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text()
-    )
+    state = load_json(folder / "drafter" / f"checkpoint-{STEPS}" / "trainer_state.json")
     figures = [
         log[key] for log in state["log_history"] if "loss" in log for key in ("loss", "grad_norm")
     ]
     assert len(figures) == 2 * STEPS
-    summary = json.loads((folder / "drafter" / "training.json").read_text())
+    summary = load_json(folder / "drafter" / "training.json")
     return figures, load_file(folder / "drafter" / "model.safetensors"), summary
 
 
@@ -121,13 +119,13 @@ SHARDED = [
     ],
 )
 def test_two_processes_under_zero_equal_one(tiny, alone, tmp_path, name, stage):
-    settings = json.loads((ROOT / f"configs/deepspeed/zero{stage}.json").read_text())
+    settings = load_json(ROOT / f"configs/deepspeed/zero{stage}.json")
     if stage == 3:
         settings["zero_optimization"]["stage3_param_persistence_threshold"] = (
             0  # else small weights stay whole
         )
     config = tmp_path / "zero.json"
-    config.write_text(json.dumps(settings))
+    dump_json(config, settings)
     launcher = [
         *TWO,
         "--use_deepspeed",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 
 import pytest
@@ -17,6 +16,7 @@ from drafttrain.train import build_drafter
 from drafttrain.training.limits import TimeBudget
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
+from tests.files import load_json
 from tests.training.runs import write_data, write_recipe
 
 
@@ -27,7 +27,7 @@ def test_a_run_trains_saves_and_is_not_repeated(tiny, tmp_path, capsys, monkeypa
     assert main(["train", *words]) == 0
     said = capsys.readouterr().out
     assert "covers" in said and "agree by depth" in said and "left" in said
-    summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    summary = load_json(tmp_path / "drafter" / "training.json")
     assert (
         summary["steps"] == 6
         and "eval_agree@2" in summary["held_out"]
@@ -49,7 +49,7 @@ def test_a_run_trains_saves_and_is_not_repeated(tiny, tmp_path, capsys, monkeypa
     (old / "training_args.bin").write_bytes(b"of an earlier version")
     assert main(["train", *words, "learning_rate=0.002", "max_steps=8"]) == 0
     assert "goes on behind step 6 with learning_rate=0.002" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    summary = load_json(tmp_path / "drafter" / "training.json")
     assert summary["steps"] == 8 and summary["config"]["trainer"]["learning_rate"] == 0.002
 
 
@@ -60,7 +60,7 @@ def test_a_time_budget_ends_the_run(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(TimeBudget, "clock", lambda self: next(ticks) / 4)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert main(["train", *write_recipe(tmp_path, *tiny), "max_minutes=0.05", "max_steps=-1"]) == 0
-    summary = json.loads((tmp_path / "drafter" / "training.json").read_text())
+    summary = load_json(tmp_path / "drafter" / "training.json")
     assert summary["steps"] == 12
     assert (
         main(
@@ -74,9 +74,7 @@ def test_a_time_budget_ends_the_run(tiny, tmp_path, monkeypatch):
         )
         == 0
     )
-    assert (
-        json.loads((tmp_path / "drafter" / "training.json").read_text())["steps"] == 3
-    )  # the earlier of the two
+    assert load_json(tmp_path / "drafter" / "training.json")["steps"] == 3  # the earlier of the two
 
 
 @pytest.mark.thorough

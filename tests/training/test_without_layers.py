@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -20,6 +19,7 @@ from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, TargetShell, load_shell
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
+from tests.files import load_json
 from tests.target.layer_files import delete_layer_files, save
 from tests.training.runs import write_recipe
 
@@ -68,7 +68,7 @@ def run(tmp_path, name, target, data, **extra):
     )
     assert main(["train", *recipe]) == 0
     out = tmp_path / name / "drafter"
-    return json.loads((out / "training.json").read_text()), load_file(out / "model.safetensors")
+    return load_json(out / "training.json"), load_file(out / "model.safetensors")
 
 
 @pytest.mark.thorough
@@ -163,10 +163,7 @@ def test_a_new_drafter_reads_the_layers_that_are_stored(stored, tmp_path, capsys
     run(
         tmp_path, "wide", target, data, drafter=drafter, max_steps=1, save_steps=1, decode_prompts=0
     )
-    assert (
-        json.loads((tmp_path / "wide" / "drafter" / "config.json").read_text())["feature_layers"]
-        == layers
-    )
+    assert load_json(tmp_path / "wide" / "drafter" / "config.json")["feature_layers"] == layers
     out = capsys.readouterr().out
     assert "without its layers" in out and (
         "feature layers 1, 2, 3, which the data stores" in out

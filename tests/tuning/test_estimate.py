@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,6 +18,7 @@ from drafttrain.tuning.estimate import (
 )
 from drafttrain.tuning.plan_recipe import read_config
 from tests.evaluation.records import prompt, results_of
+from tests.files import dump_json, load_json
 
 # 1 GB/s, 10 GFLOP/s, no overhead: a weight of 1 byte takes 1 ns to read and 0.2 ns a token to compute
 SLOW = Device("slow", 1e9, 1e10, 1e12, 0.0)
@@ -43,7 +42,7 @@ def test_experts_are_read_as_tokens_ask_for_them():
 
 def test_sizes_that_no_model_has_are_refused_before_one_is_made(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 10**9}))
+    dump_json(path, {"model_type": "llama", "num_hidden_layers": 10**9})
     with pytest.raises(UserError, match="target='t': num_hidden_layers=1000000000 in"):
         read_config("t", str(path), "target", "give it")
 
@@ -92,7 +91,7 @@ def test_the_profile_is_what_was_measured():
 def test_the_command(tmp_path, capsys):
     results = results_of([prompt(accepted=1, offered=2)])
     results["decoding"]["tree"] |= {"depth": 2, "budget": 2}
-    (tmp_path / "r.json").write_text(json.dumps(results))
+    dump_json(tmp_path / "r.json", results)
     arguments = [
         "estimate",
         "--results",
@@ -103,7 +102,7 @@ def test_the_command(tmp_path, capsys):
         "4e8",
     ]
     assert cli.main([*arguments, "--price", "2", "--output", str(tmp_path / "e.json")]) == 0
-    content = json.loads((tmp_path / "e.json").read_text())
+    content = load_json(tmp_path / "e.json")
     speedups = [row["speedup"] for row in content["rows"]]
     assert speedups[0] > 1.5
     assert speedups == sorted(speedups, reverse=True)

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,18 +20,32 @@ from drafttrain.tuning.costs import model_sizes
 from drafttrain.tuning.plan import Job, plan, print_plan
 from drafttrain.tuning.plan_memory import Memory, Setting, buckets_of
 from drafttrain.tuning.plan_recipe import deepspeed_of, read_config, stored_bits
+from tests.files import ROOT, dump_json, load_json
 
-ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ("drafttrain.ops.tree_attention_kernels", "drafttrain.ops.divergence_kernels")
 SHAPES = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 4096, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
 TRAINED = 10**9
 SETTING = Setting(
-    rows=4, length=1024, eval_rows=0, prompt=128, gpu=True, target_dtype=torch.bfloat16, half=True, checkpointing=False,
+    rows=4,
+    length=1024,
+    eval_rows=0,
+    prompt=128,
+    gpu=True,
+    target_dtype=torch.bfloat16,
+    half=True,
+    checkpointing=False,
     states="online",
-)  # fmt: skip
+)
 
 
 def linear_step(setting):
@@ -79,12 +92,18 @@ def memory(linear):
 
 @pytest.fixture
 def recipe(tmp_path):
-    (tmp_path / "target.json").write_text(json.dumps(SHAPES))
+    dump_json(tmp_path / "target.json", SHAPES)
     keys = {
-        "kind": "eagle3", "target": "nobody/tiny", "data": "none", "output_dir": str(tmp_path / "out"),
-        "drafter": {"draft_vocab_size": 500, "ttt_steps": 2}, "max_length": 128, "gradient_checkpointing": False,
-        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
-    }  # fmt: skip
+        "kind": "eagle3",
+        "target": "nobody/tiny",
+        "data": "none",
+        "output_dir": str(tmp_path / "out"),
+        "drafter": {"draft_vocab_size": 500, "ttt_steps": 2},
+        "max_length": 128,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+    }
     path = tmp_path / "eagle3.yaml"
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
     return str(path)
@@ -197,8 +216,9 @@ def test_advice_takes_the_least_harmful_change_that_fits(linear, recipe):
     tight = plan(recipe, words, Job(device="h100", gpu_memory=39))
     assert not tight.fits and tight.largest["rows"] < 32
     assert [line.partition(":")[0] for line in tight.advice] == [
-        "gradient_checkpointing=true", "per_device_train_batch_size=16 gradient_accumulation_steps=2",
-    ]  # fmt: skip
+        "gradient_checkpointing=true",
+        "per_device_train_batch_size=16 gradient_accumulation_steps=2",
+    ]
     assert "states from vLLM" in plan(recipe, words, Job(device="h100", gpu_memory=28)).advice[0]
     assert (
         plan(recipe, words, Job(device="h100", gpu_memory=15))
@@ -262,7 +282,7 @@ def test_advice_about_the_disk_is_planned_anew(linear, recipe):
 def test_the_verdict_counts_the_gpus_of_the_engine(linear, recipe, tmp_path, capsys):
     """A target that needs more GPUs than train: vLLM has its own, and answers are written before."""
     large = tmp_path / "large.json"
-    large.write_text(json.dumps({**SHAPES, "hidden_size": 8192, "intermediate_size": 10**6}))
+    dump_json(large, {**SHAPES, "hidden_size": 8192, "intermediate_size": 10**6})
     job = Job(gpus=2, target_config=str(large), states="vllm")
     found = plan(recipe, [], job)
     assert found.parameters["target"] > 70e9
@@ -320,7 +340,7 @@ def test_a_draft_models_target_is_loaded_whole_unless_states_stream_to_another_m
 ):
     words = ["kind=draft_model", "drafter={}"]
     large = tmp_path / "large.json"
-    large.write_text(json.dumps({**SHAPES, "hidden_size": 4096, "intermediate_size": 10**5}))
+    dump_json(large, {**SHAPES, "hidden_size": 4096, "intermediate_size": 10**5})
     job = Job(states="stored", target_config=str(large))
     assert plan(recipe, [], job).memory_gb["target"] == 2.0  # the stand-in's shell
     copied = plan(recipe, words, job)
@@ -345,22 +365,18 @@ def test_shapes_come_from_the_file_next_to_the_recipe_unless_the_target_is_anoth
     ):
         plan(recipe, ["target=other/one"])
     given = tmp_path / "own.json"
-    given.write_text(json.dumps({**SHAPES, "num_hidden_layers": 5}))
+    dump_json(given, {**SHAPES, "num_hidden_layers": 5})
     found = plan(recipe, ["target=other/one"], Job(target_config=str(given)))
     assert found.parameters["target"] > plan(recipe).parameters["target"]
 
 
 def test_a_config_of_a_repositorys_own_name_is_read_as_its_class(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(
-        json.dumps(
-            {**SHAPES, "model_type": "own", "architectures": ["LlamaForCausalLM"], "auto_map": {}}
-        )
+    dump_json(
+        path, {**SHAPES, "model_type": "own", "architectures": ["LlamaForCausalLM"], "auto_map": {}}
     )
     assert isinstance(read_config("x/y", str(path), "target", "give it"), LlamaConfig)
-    path.write_text(
-        json.dumps({**SHAPES, "model_type": "own", "architectures": ["OwnForCausalLM"]})
-    )
+    dump_json(path, {**SHAPES, "model_type": "own", "architectures": ["OwnForCausalLM"]})
     with pytest.raises(
         UserError, match="target='x/y': this transformers has no class for model_type='own'"
     ):
@@ -455,11 +471,23 @@ def test_a_native_module_is_counted_with_its_experts(recipe, tmp_path, monkeypat
     monkeypatch.setattr(plan_memory, "_MOST_TOKENS", 256)
     monkeypatch.setattr(Memory, "most", lambda *_: 0)
     shapes = {
-        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000, "kv_lora_rank": 16,
-        "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 16, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 16,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "kv_lora_rank": 16,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    }
     file = tmp_path / "target.json"
     rates = []
     words = [
@@ -468,9 +496,7 @@ def test_a_native_module_is_counted_with_its_experts(recipe, tmp_path, monkeypat
         "drafter={draft_vocab_size: 0, train_head: false, ttt_steps: 2}",
     ]
     for chosen in (2, 12):
-        file.write_text(
-            json.dumps({"model_type": "deepseek_v3", **shapes, "num_experts_per_tok": chosen})
-        )
+        dump_json(file, {"model_type": "deepseek_v3", **shapes, "num_experts_per_tok": chosen})
         found = plan(recipe, words, Job(states="vllm", gpus=2, deepspeed="0"))
         rates.append(found.tokens_per_second["train"])
     with torch.device("meta"):
@@ -513,7 +539,7 @@ def test_the_command_prints_and_writes_a_plan_of_real_dry_steps(
         )
         == 0
     )
-    found = json.loads(output.read_text())
+    found = load_json(output)
     text = capsys.readouterr().out
     parts = found["memory_gb"]
     assert found["fits"] and parts["total"] == pytest.approx(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 
 import pytest
@@ -10,6 +9,7 @@ from drafttrain.evaluation import runner
 from drafttrain.evaluation.suites import load_suite
 from drafttrain.evaluation.verdicts import crossovers
 from drafttrain.tuning import sweep
+from tests.files import load_json
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def test_a_sweep_saves_every_cell_and_goes_on(command, target_dir, tmp_path, mon
     # chain:1 alone, then chain:2, temperature 1, batch 2, context 64: five cells, the first two kept
     assert len(calls) == 6
     assert calls[3] == calls[2]
-    summary = json.loads((tmp_path / "sweep" / "summary.json").read_text())
+    summary = load_json(tmp_path / "sweep" / "summary.json")
     assert [row["cell"]["tree"] for row in summary["cells"]].count("chain:2") == 1
     assert len({row["file"] for row in summary["cells"]}) == len(summary["cells"]) == 5
     for row in summary["cells"]:
-        results = json.loads((tmp_path / "sweep" / row["file"]).read_text())
+        results = load_json(tmp_path / "sweep" / row["file"])
         assert results["overall"]["accepted_length"] == row["accepted_length"]
         assert results["decoding"]["batch_size"] == row["cell"]["batch_size"]
         assert results["decoding"]["temperature"] == row["cell"]["temperature"]

@@ -39,6 +39,7 @@ from tests.data.tool_templates import TEMPLATE, tokenizer_with
 from tests.drafters.helpers import make_drafter
 from tests.evaluation.records import record as record_of
 from tests.evaluation.records import side
+from tests.files import load_json
 
 PROMPTS = [[5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9], [7, 8, 7, 8, 9, 7]]
 COUNT = 20
@@ -244,7 +245,7 @@ def test_tune_writes_the_drafters_default(target_dir, target, tmp_path, capsys, 
 
     monkeypatch.setattr(tuning, "measure", measured)
     assert cli.main(tune_command(target_dir, f"{tmp_path / 'drafter'}+ngram", tmp_path)) == 0
-    result = json.loads((tmp_path / "tune.json").read_text())
+    result = load_json(tmp_path / "tune.json")
     assert {
         "predicted_speedup",
         "measured_speedup",

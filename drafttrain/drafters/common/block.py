@@ -249,7 +249,7 @@ class BlockDrafter(DecoderDrafter):
         Returns:
             The logits, and the states of the paths up to the nodes.
         """
-        raise NotImplementedError(f"{type(self).__name__}.conditional")
+        raise NotImplementedError
 
     def readout_of_blocks(
         self,

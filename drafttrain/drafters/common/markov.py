@@ -48,11 +48,11 @@ class CorrectedBlock(BlockDrafter):
 
     @property
     def correction(self) -> nn.Linear:
-        raise NotImplementedError(f"{type(self).__name__}.correction")
+        raise NotImplementedError
 
     def bend(self, at: Paths) -> tuple[Tensor, Tensor | None]:
         """Input of `correction` [n, r], and the states of the paths up to the parents."""
-        raise NotImplementedError(f"{type(self).__name__}.bend")
+        raise NotImplementedError
 
     def readout_of_blocks(
         self,

@@ -68,7 +68,7 @@ class DraftPass:
         **form: Unpack[AttentionForm],
     ) -> Tensor:
         """See `AttentionContext.attend`; queries may be fewer: each sequence's last tokens."""
-        raise NotImplementedError(f"{type(self).__name__}.attend")
+        raise NotImplementedError
 
     def write(
         self,
@@ -77,7 +77,7 @@ class DraftPass:
         value: Tensor,
     ) -> None:
         """Stores a layer's keys and values [1, kv_heads, n, e] without attending."""
-        raise NotImplementedError(f"{type(self).__name__}.write")
+        raise NotImplementedError
 
     def placed(self, step: DraftStep | None) -> Placed | None:
         """Where the CPU kernels find the tokens; None where they do not apply."""
@@ -349,7 +349,7 @@ class Session:
                 the first sampled token.
             features: [m, f*h], the target's features at those positions (f may be 0).
         """
-        raise NotImplementedError(f"{type(self).__name__}.extend")
+        raise NotImplementedError
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
         """Drafts a tree below the last committed token.
@@ -360,7 +360,7 @@ class Session:
             spec: the tree's shape. Kinds that draft by a rule ignore `sampled`.
             sampler: draws the tokens; required if `spec.sampled`.
         """
-        raise NotImplementedError(f"{type(self).__name__}.propose")
+        raise NotImplementedError
 
     def go_back(self, tokens: Tensor) -> bool:
         """Forgets all that it has read behind `tokens` [m] and their features.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
 from drafttrain.drafters.common.layers import CacheShape
-from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places
+from drafttrain.drafters.common.rows import DraftPass, JointSession, Nodes
 from drafttrain.drafters.common.tensor_growth import Grown, TensorGrowth
 from drafttrain.drafters.common.tree_growth import Likeliest, Logits
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -242,36 +242,6 @@ class StaticPlaces:
         return StaticPass(self.cache, slots.flatten(), plans, at, ends, self.shape)
 
 
-class StaticDrafter(Protocol):
-    """What `DraftSteps` needs of a drafter; `TrainableDrafter` describes the methods."""
-
-    kind: str
-    kept_ids: Tensor
-    static_depth: int | None
-    cache_shape: CacheShape
-
-    def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]: ...
-    def read_committed(self, ids: Tensor, features: Tensor, at: DraftPass) -> Tensor: ...
-    def draft(
-        self,
-        roots: Tensor,
-        places: Places,
-        width: int | None,
-    ) -> tuple[Children, Ask]: ...
-
-
-class PlacedSession(Protocol):
-    """What `DraftSteps` needs of a session; `JointSession` describes it."""
-
-    root: Tensor | None
-    row: int
-
-    @property
-    def length(self) -> int: ...
-    def reaches(self, count: int) -> bool: ...
-    def advance(self, count: int) -> None: ...
-
-
 class ReadStep:
     """Reads the tokens that a round committed, of all sequences, packed and padded to a shape."""
 
@@ -406,7 +376,7 @@ class DraftSteps:
     """The static steps of a drafter, and the cache that its sessions share.
 
     Args:
-        drafter: whose forward can be captured. pool: of the graphs, perhaps the target's.
+        drafter: a `TrainableDrafter` whose forward can be captured. pool: of the graphs, perhaps the target's.
         capacity: most tokens of a sequence. rows: most sequences at a time. spec: the largest tree.
 
     Attributes:
@@ -424,7 +394,7 @@ class DraftSteps:
         rows: int,
         spec: TreeSpec,
     ):
-        self.drafter: StaticDrafter = drafter
+        self.drafter = drafter
         self._captured = Captured(pool, f"drafter ({self.drafter.kind}) drafts without CUDA graphs")
         self._limits = (capacity, rows)
         self._growths: dict[TreeSpec, TensorGrowth] = {}
@@ -462,7 +432,7 @@ class DraftSteps:
             )
         return self._growths[spec]
 
-    def _take_root(self, session: PlacedSession) -> None:
+    def _take_root(self, session: JointSession) -> None:
         """Moves a session's root to its row of `roots`; a dynamic pass leaves it elsewhere."""
         assert session.root is not None
         if not self._roots:
@@ -475,7 +445,7 @@ class DraftSteps:
 
     def read(
         self,
-        sessions: Sequence[PlacedSession],
+        sessions: Sequence[JointSession],
         tokens: Sequence[Tensor],
         features: Sequence[Tensor],
     ) -> bool:
@@ -527,7 +497,7 @@ class DraftSteps:
 
     def propose(
         self,
-        sessions: Sequence[PlacedSession],
+        sessions: Sequence[JointSession],
         specs: Sequence[TreeSpec],
         samplers: Sequence[Sampler | None],
     ) -> list[TokenTree] | None:

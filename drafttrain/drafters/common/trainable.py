@@ -337,7 +337,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         Returns:
             [R, ...], the sequences' roots: what `draft` reads of each one's last token.
         """
-        raise NotImplementedError(f"{type(self).__name__}.read_committed")
+        raise NotImplementedError
 
     def draft(
         self,
@@ -353,7 +353,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         Returns:
             The roots' children, and the function that computes those of deeper nodes.
         """
-        raise NotImplementedError(f"{type(self).__name__}.draft")
+        raise NotImplementedError
 
     def grow_by_kernel(
         self,
@@ -412,7 +412,7 @@ class DecoderDrafter(TrainableDrafter):
     @property
     def head_weight(self) -> Tensor:
         """[d, h] of the head that reads the layers' states."""
-        raise NotImplementedError(f"{type(self).__name__}.head_weight")
+        raise NotImplementedError
 
     def open_text(self) -> ContextTokens | None:
         """The tokens that join a new sequence's vocabulary, none yet; None where none may join."""

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, text_of
 from drafttrain.extras import LazyPackage
 from drafttrain.files import Json
 from drafttrain.formats.weights import Shapes, check_names, read_weights
@@ -157,7 +157,7 @@ def from_config(target: Target, config: str | Json) -> Any:
         return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise UserError(
-            f"drafter.config={config!r} makes no causal language model ({' '.join(str(error).split())[:200]}); write "
+            f"drafter.config={config!r} makes no causal language model ({text_of(error)[:200]}); write "
             "for example {hidden_size: 256, num_hidden_layers: 4, num_attention_heads: 4, intermediate_size: 768}"
         ) from error
 
@@ -241,7 +241,7 @@ def add_lora(lm: nn.Module, options: Json) -> None:
     try:
         peft.inject_adapter_in_model(peft.LoraConfig(**chosen, task_type="CAUSAL_LM"), lm, _ADAPTER)
     except ValueError as error:
-        raise UserError(f"drafter.lora={options}: {' '.join(str(error).split())}") from error
+        raise UserError(f"drafter.lora={options}: {text_of(error)}") from error
 
 
 def merged(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -111,7 +111,7 @@ class PEagle(Eagle3):
         depths = reads.shape[1]
         return every.every(depths, 0), lambda nodes: every.every(depths, nodes.depth)
 
-    def grow_by_kernel(self, *_: Any) -> None:
+    def grow_by_kernel(self, *_: object) -> None:
         """No C call grows trees whose depths are all known."""
 
 
