@@ -32,6 +32,7 @@ enum format { FLOAT32, BFLOAT16, INT8, BFLOAT16_DOT, TWELVE, TWELVE_DOT }; /* as
 #define PANEL 32
 #define CHUNK 1024 /* inputs: 64 KiB of bfloat16 weights */
 #define AHEAD 4096 /* bytes of prefetching for a single block of rows; 2 to 8 KiB measure alike */
+#define FAR_AHEAD 16384 /* for several rows of weights in 12 bits, whose instructions leave the processor less to look ahead by itself */
 #define GROUP 64   /* rows that are multiplied together; a panel is multiplied by all groups before the next panel */
 
 /* WIDTH: float32 lanes of a register. The sums of a block of MAX_ROWS rows with PANEL / SPLIT outputs fill most registers; up to
@@ -473,19 +474,35 @@ static void multiply_chunk(const struct operands *o, const char *x, long rows, l
     }
 }
 
+/* Blocks of rows whose sums of all outputs fit the registers, times a panel in 12 bits, which each block unpacks anew. A single block
+ * fetches what it reads next, several fetch the next panel, each its part. */
+static void multiply_unpacked(const struct operands *o, const char *x, long rows, const char *panel, const char *limit, float *tile) {
+    long quads = (o->in + 3) / 4, blocks = (rows + WHOLE_ROWS - 1) / WHOLE_ROWS;
+    for (long row = 0, block = 0, n; row < rows; row += n, block++) {
+        struct twelve t = begin_twelve(panel, o->rest);
+        const char *next = t.quads + quads * QUAD;
+        const char *fetch = blocks == 1 ? t.quads + (rows > 2 ? FAR_AHEAD : AHEAD) : next + block * quads / blocks * QUAD;
+        struct block b = {x + row * o->stride, o->stride, 2 * quads, NULL, fetch, QUAD / blocks, tile + row * PANEL};
+        if (fetch >= limit) b.fetch = t.quads;
+        n = next_rows(rows, row);
+        if (o->format == BFLOAT16_DOT && HAS_DOT) quads_by_rows((int)n, BFLOAT16_DOT, &t, &b);
+        else quads_by_rows((int)n, BFLOAT16, &t, &b);
+    }
+}
+
+/* Whether unpacking hides behind the products, so that a panel is unpacked for each block of rows and not before all. */
+static int unpacks_each(const struct operands *o, long rows) {
+    if (o->format == BFLOAT16_DOT && has_tiles) return 0;
+    int hidden = o->format == BFLOAT16_DOT && HAS_DOT && WHOLE_ROWS == MAX_ROWS;
+    return hidden || rows <= WHOLE_ROWS;
+}
+
 /* As multiply_panel, for weights in 12 bits. buffer: a chunk's weights, or with `keep` the panel's, where `fresh` says that they
  * are not unpacked yet. */
 static void multiply_twelve(const struct operands *o, const char *x, long rows, const char *panel, const char *limit, char *buffer,
                             int keep, int fresh, float *tile) {
     long quads = (o->in + 3) / 4, most = TWELVE_CHUNK / 4, chunks = (quads + most - 1) / most;
     struct twelve t = begin_twelve(panel, o->rest);
-    if (rows <= WHOLE_ROWS && !keep) {
-        const char *ahead = t.quads + AHEAD < limit ? t.quads + AHEAD : t.quads;
-        struct block b = {x, o->stride, 2 * quads, NULL, ahead, QUAD, tile};
-        if (o->format == BFLOAT16_DOT && HAS_DOT) quads_by_rows((int)rows, BFLOAT16_DOT, &t, &b);
-        else quads_by_rows((int)rows, BFLOAT16, &t, &b);
-        return;
-    }
     int tiles = o->format == BFLOAT16_DOT && has_tiles;
     long input = o->format == BFLOAT16 ? 16 : 8; /* bytes of x per quad */
     for (long c = 0; c < chunks; c++) {
@@ -533,8 +550,8 @@ static void linear(const float *x, long rows, long in, const void *panels, int f
         o.x = copy = copy_inputs(x, rows, in, o.format == BFLOAT16_DOT, &o.stride, threads);
     long count = (out + PANEL - 1) / PANEL, groups = (rows + GROUP - 1) / GROUP, tasks = count * groups, each = (act ? 2 : 1) * o.size;
     o.rest = (const void *)((const char *)panels + count * each);
-    int keep = groups > 1 || (o.format == BFLOAT16_DOT && has_tiles);
-    long held = o.twelve ? 2 * QUAD_WORDS * (keep ? (in + 3) / 4 : TWELVE_CHUNK / 4) : 0; /* bytes of unpacked weights */
+    int each_block = o.twelve && unpacks_each(&o, rows), keep = groups > 1 || (o.format == BFLOAT16_DOT && has_tiles);
+    long held = o.twelve && !each_block ? 2 * QUAD_WORDS * (keep ? (in + 3) / 4 : TWELVE_CHUNK / 4) : 0; /* bytes of unpacked weights */
 #pragma omp parallel num_threads(threads)
     {
         float tiles[2][GROUP * PANEL] __attribute__((aligned(64))); /* of the outputs, or of gate and up */
@@ -549,7 +566,8 @@ static void linear(const float *x, long rows, long in, const void *panels, int f
             for (int half = 0; half < (act ? 2 : 1); half++, panel += o.size) {
                 float *tile = tiles[half];
                 memset(tile, 0, n * PANEL * sizeof(float));
-                if (o.twelve) multiply_twelve(&o, o.x + row * o.stride, n, panel, limit, buffer + half * held, keep, fresh, tile);
+                if (each_block) multiply_unpacked(&o, o.x + row * o.stride, n, panel, limit, tile);
+                else if (o.twelve) multiply_twelve(&o, o.x + row * o.stride, n, panel, limit, buffer + half * held, keep, fresh, tile);
                 else multiply_panel(&o, o.x + row * o.stride, n, panel, limit, tile);
             }
             float *tile = tiles[0];
