@@ -16,13 +16,11 @@ from drafttrain.data.store import load_records, read_meta
 from drafttrain.errors import UserError
 from drafttrain.images import PictureStore, read_picture
 from drafttrain.target import load_shell
-from drafttrain.target.sight import Sight
 from tests.data.commands import generate
 from tests.data.faulty_server import LocalServer, chat, completion
 from tests.data.seeing import (
     TEMPLATE,
     answer,
-    make_seeing,
     picture,
     said,
     shown,
@@ -31,22 +29,13 @@ from tests.data.seeing import (
     write_rows,
 )
 
+pytestmark = pytest.mark.usefixtures("seeing_processor")
 ASK = "which colour is it?"
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return make_seeing(tmp_path_factory.mktemp("seeing"))
-
-
-@pytest.fixture(autouse=True)
-def processor(built, monkeypatch):
-    monkeypatch.setattr(Sight, "_load_processor", lambda self: built.processor)
-
-
 @pytest.fixture
-def target(built):
-    return load_shell(built.folder)
+def target(seeing):
+    return load_shell(seeing.folder)
 
 
 def tokens_of(target, text):
@@ -68,7 +57,7 @@ def prompt_of(
 
 def test_placeholders_are_expanded(
     target,
-    built,
+    seeing,
     tmp_path,
     monkeypatch,
 ):
@@ -79,7 +68,7 @@ def test_placeholders_are_expanded(
     assert prompt.ids.tolist() == tokens_of(target, text)
     assert prompt.digests == (picture(0).digest, picture(1).digest)
     # The processor's template comes first.
-    monkeypatch.setattr(built.processor, "chat_template", "<s>" + TEMPLATE)
+    monkeypatch.setattr(seeing.processor, "chat_template", "<s>" + TEMPLATE)
     assert prompt_of(target, tmp_path, asked).ids.tolist() == tokens_of(target, "<s>" + text)
 
 
@@ -180,18 +169,18 @@ def check_rows(output):
 
 
 def test_the_target_here(
-    built,
+    seeing,
     target,
     prompts,
     tmp_path,
     capsys,
 ):
     output = tmp_path / "data"
-    words = (built.folder, prompts, output, "--features", "1", *SHORT)
+    words = (seeing.folder, prompts, output, "--features", "1", *SHORT)
     assert generate(*words) == 0
     out = capsys.readouterr().out
     assert "too long: raise --max-length" in out and "no such file: replace that image" in out
-    seeing = built.load()
+    seeing = seeing.load()
     for key, row in check_rows(output).items():
         if key != "text":  # the text is the model's own
             (start, end), *_ = row["spans"]
@@ -200,7 +189,7 @@ def test_the_target_here(
             )
             prompt = seeing.image_prompt(text, [picture(0), picture(1)][: len(row["images"])])
             assert prompt.ids.tolist() == row["tokens"][:start]
-            assert built.generate(prompt, end - start) == row["tokens"][start:end]
+            assert seeing.generate(prompt, end - start) == row["tokens"][start:end]
 
     # Run again: nothing is asked for twice, and a mended image is answered.
     (prompts.parent / "gone.png").write_bytes(picture(3).data)
@@ -210,13 +199,13 @@ def test_the_target_here(
 
 
 def test_recorded_answers(
-    built,
+    seeing,
     target,
     prompts,
     tmp_path,
 ):
     output = tmp_path / "data"
-    words = (built.folder, prompts, output, "--backend", "existing", "--max-length", "80")
+    words = (seeing.folder, prompts, output, "--backend", "existing", "--max-length", "80")
     assert generate(*words) == 0
     row = check_rows(output)["two"]
     text = "user: <|image|>or<|image|></s>assistant: "
@@ -288,7 +277,7 @@ class SeeingServer(LocalServer):
 
 @pytest.mark.parametrize("by_ids", [True, False])
 def test_servers_get_images_in_chats(
-    built,
+    seeing,
     target,
     prompts,
     tmp_path,
@@ -297,13 +286,13 @@ def test_servers_get_images_in_chats(
     output = tmp_path / "data"
     with SeeingServer(target, by_ids) as server:
         words = ("--backend", "openai", "--url", server.url, *SHORT[:-2])
-        assert generate(built.folder, prompts, output, *words) == 0
+        assert generate(seeing.folder, prompts, output, *words) == 0
     text = "user: <|image|>or<|image|></s>assistant: seen 2</s>"
     assert check_rows(output)["two"]["tokens"] == tokens_of(target, text)
 
 
 def test_a_server_that_reads_another_prompt(
-    built,
+    seeing,
     target,
     prompts,
     tmp_path,
@@ -311,12 +300,12 @@ def test_a_server_that_reads_another_prompt(
     output = tmp_path / "data"
     with SeeingServer(target, True, "<s>") as server:
         words = ("--backend", "openai", "--url", server.url, *SHORT[:-2])
-        assert generate(built.folder, prompts, output, *words) == 0
+        assert generate(seeing.folder, prompts, output, *words) == 0
     assert listed(output) == {**BAD, "one": "token ids", "two": "token ids"}
 
 
 def test_prompts_that_are_refused_at_once(
-    built,
+    seeing,
     target_dir,
     prompts,
     tmp_path,
@@ -325,5 +314,5 @@ def test_prompts_that_are_refused_at_once(
     assert generate(target_dir, prompts, tmp_path / "a") == 2
     assert "reads no images" in capsys.readouterr().err
     write_rows(prompts, [{"id": "a", "messages": [user(ASK, {"type": "video"})]}])
-    assert generate(built.folder, prompts, tmp_path / "b") == 2
+    assert generate(seeing.folder, prompts, tmp_path / "b") == 2
     assert "messages may have text and images only" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from drafttrain.states.origins import Row
 from drafttrain.states.served import Served
 from drafttrain.states.server import StateServer
 from drafttrain.target import Target, load_shell
-from tests.data.seeing import PLACEHOLDER, make_seeing, picture, shown, user
+from tests.data.seeing import PLACEHOLDER, picture, shown, user
 from tests.states.fake_state_server import FakeStateServer
 from tests.states.stand_ins import engine
 
@@ -66,19 +66,14 @@ class SeeingServer(FakeStateServer):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return make_seeing(tmp_path_factory.mktemp("seeing"))
+def target(seeing) -> Target:
+    return seeing.load()
 
 
 @pytest.fixture(scope="module")
-def target(built) -> Target:
-    return built.load()
-
-
-@pytest.fixture(scope="module")
-def shell(built) -> Target:
-    made = load_shell(built.folder, "float32", "cpu", weights=True)
-    made.sight._processor = built.processor
+def shell(seeing) -> Target:
+    made = load_shell(seeing.folder, "float32", "cpu", weights=True)
+    made.sight._processor = seeing.processor
     return made
 
 
