@@ -193,6 +193,20 @@ def test_rows_that_the_tokenizer_splits_otherwise_are_left_out(shell, target, ca
         sendable_rows(Dataset.from_list(rows[1:2]), shell)
 
 
+def test_rows_that_max_length_cuts_inside_a_character_are_left_out(shell, target, capsys):
+    prompt, _ = row_of(target, *CONTENTS[0])
+    begin = len(prompt)
+    letter = target.tokenizer("é")["input_ids"]  # a token per byte
+    row = {"tokens": [*prompt.ids.tolist(), *letter], "spans": [[begin, begin + 2]]}
+    rows = Dataset.from_list([{**row, "images": ["a"]}, {**row, "images": None}])
+    kept = sendable_rows(rows, shell, begin + 1)
+    assert kept["images"] == [None]
+    assert "note: 1 row left out" in capsys.readouterr().out
+    # Whole, or cut where the answer begins: before that the images stand.
+    for length in (0, begin + 2, 3):
+        assert len(sendable_rows(rows, shell, length)) == 2
+
+
 def test_servers_of_targets_that_see_take_templates_of_requests(shell, tmp_path):
     flag = "--trust-request-chat-template"
     python = engine(tmp_path)
