@@ -137,7 +137,7 @@ def test_heads_that_embed_images(seeing, packed):
         drafter.pack()
     prompt = target.image_prompt("see <|image|>!", [picture(1)])
     out = target.prefill_images(prompt, drafter.feature_layers, TreeCache(64), 0)
-    features = out.features[0]  # [L, 4h]
+    features = out.features[0]  # [L, f*h]
     text = torch.arange(70, 70 + len(prompt))
     prompts = [prompt.ids, text, prompt.ids]
     states = [features, target.forward(text[None], drafter.feature_layers).features[0], features]

@@ -75,7 +75,7 @@ class Eagle3Config(LayerConfig):
     def shapes(cls, target: Target, options: Json) -> Json:
         layers = target.default_feature_layers
         if options.get("image_embeds"):
-            layers = (0, *layers)
+            layers = tuple(sorted({0, *layers}))
         return {**super().shapes(target, options), "feature_layers": layers}
 
 
