@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +21,9 @@ from drafttrain.target import load_shell
 from tests.data.commands import generate
 from tests.data.faulty_server import LocalServer, chat, completion
 from tests.data.seeing import (
+    PLACEHOLDER,
     TEMPLATE,
+    TOKENS,
     answer,
     picture,
     said,
@@ -288,6 +292,48 @@ def test_servers_get_images_in_chats(
         words = ("--backend", "openai", "--url", server.url, *SHORT[:-2])
         assert generate(seeing.folder, prompts, output, *words) == 0
     text = "user: <|image|>or<|image|></s>assistant: seen 2</s>"
+    assert check_rows(output)["two"]["tokens"] == tokens_of(target, text)
+
+
+@pytest.mark.parametrize("more", [[], [70]])
+def test_vllm_in_process_gets_markers_and_pixels(
+    seeing,
+    target,
+    prompts,
+    tmp_path,
+    monkeypatch,
+    more,
+):
+    """more: tokens that vLLM reads besides."""
+    asked = []
+    engine = SimpleNamespace(add_request=lambda *given: asked.append(given))
+
+    def step():
+        key, prompt, _ = asked.pop()
+        ids = []
+        for token in prompt["prompt_token_ids"]:
+            ids += [token] * TOKENS if token == PLACEHOLDER else [token]
+        pixels = prompt.get("multi_modal_data", {"image": []})["image"]
+        assert [image.mode for image in pixels] == ["RGB"] * (ids.count(PLACEHOLDER) // TOKENS)
+        said = tokens_of(target, f"seen {[image.width for image in pixels]}</s>")
+        done = SimpleNamespace(token_ids=said, finish_reason="stop", stop_reason=None)
+        yield SimpleNamespace(
+            request_id=key, finished=True, outputs=[done], prompt_token_ids=ids + more
+        )
+
+    engine.step = step
+    fake = SimpleNamespace(
+        LLM=lambda **_: SimpleNamespace(llm_engine=engine),
+        SamplingParams=SimpleNamespace,
+        sampling_params=SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=2)),
+    )
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    output = tmp_path / "data"
+    assert generate(seeing.folder, prompts, output, "--backend", "vllm", *SHORT) == 0
+    if more:
+        assert listed(output) == {**BAD, "one": "token ids", "two": "token ids"}
+        return
+    text = "user: <|image|>or<|image|></s>assistant: seen [30, 31]</s>"
     assert check_rows(output)["two"]["tokens"] == tokens_of(target, text)
 
 
