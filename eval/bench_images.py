@@ -422,6 +422,7 @@ def main() -> None:
         "--folder", type=Path, required=True, help="of target, data and head; what is there is kept"
     )
     parser.add_argument("--target-steps", type=int, default=300)
+    parser.add_argument("--only-target", action="store_true", help="end when the target is trained")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument(
         "--minutes", type=float, default=1.0, help="CPU time of each head's training"
@@ -434,6 +435,8 @@ def main() -> None:
     facts = args.folder / "target.json"
     if not facts.exists():
         write_json(facts, train_target(args.folder / "target", args.target_steps, args.seed))
+    if args.only_target:
+        return
     TimeBudget.clock = staticmethod(time.process_time)  # other programs may run here
     make_answers(args.folder, args.prompts)
     trained = {name: make_head(args.folder, name, args.minutes) for name in HEADS}
