@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -17,6 +18,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from typing_extensions import TypedDict, Unpack
 
 from drafttrain.data.chat import NO_INPUTS, ChatInputs, has_template, prompt_ids
+from drafttrain.data.image_parts import content_text, read_images, read_parts, sources_in
+from drafttrain.data.image_prompts import chat_prompt
 from drafttrain.data.row_formats import PromptInputs
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -24,6 +27,7 @@ from drafttrain.drafters.registry import decoding_settings, default_tree, prepar
 from drafttrain.drafters.registry import load_drafter as load_for_target
 from drafttrain.errors import UserError, first_line, shown
 from drafttrain.files import Json, check_json
+from drafttrain.images import PictureStore
 from drafttrain.inference import Decoder, Generation
 from drafttrain.inference.call_options import (
     CallLimits,
@@ -43,11 +47,11 @@ class Turn(TypedDict):
     """A chat message."""
 
     role: AnyText
-    content: AnyText
+    content: AnyText | list[Json]
 
 
 # Text, token ids, chat messages [{"role": ..., "content": ...}, ...], or a prompt with images.
-OnePrompt = str | Sequence[int] | Sequence[Mapping[str, str]] | ImagePrompt
+OnePrompt = str | Sequence[int] | Sequence[Mapping[str, object]] | ImagePrompt
 Prompt = OnePrompt | Tensor
 # Several prompts: a list of them, or a tokenizer's output (input_ids, attention_mask), which may
 # also hold one.
@@ -102,9 +106,10 @@ def generate(
             loaded on every call, so create a Target for several calls:
             `Target.from_pretrained(name)`. A loaded model is frozen and gets our attention, which
             is sdpa outside of our decoder: its own `generate` works as before.
-        prompt: text; token ids; chat messages, to which the chat template is applied; a tokenizer's
-            output (input_ids with attention_mask, padded on either side); a prompt with images
-            (`Target.image_prompt`); or a list of texts, ids, chats or prompts with images.
+        prompt: text; token ids; chat messages, to which the chat template is applied, also with
+            images as parts of their content; a tokenizer's output (input_ids with attention_mask,
+            padded on either side); a prompt with images (`Target.image_prompt`); or a list of
+            texts, ids, chats or prompts with images.
         drafter: a name as in `load_drafter`, a drafter of `load_drafter` or
             `Drafter.from_pretrained`, or None.
         tokenizer: of a loaded transformers model; without one, prompts are token ids and there is
@@ -358,22 +363,44 @@ def _ids(target: Target, prompt: Any, inputs: ChatInputs = NO_INPUTS) -> Decoder
         )
     if not isinstance(prompt, str) and not chat:
         return prompt
-    check(
-        "prompt",
-        [dict(turn) if isinstance(turn, Mapping) else turn for turn in prompt] if chat else prompt,
-        TextPrompt,
-    )
+    if chat:
+        prompt = [_turn(turn) for turn in prompt]
+    check("prompt", prompt, TextPrompt)
     if target.tokenizer is None:
         raise UserError(
             f"prompt={prompt!r} is text, but the model has no tokenizer; pass tokenizer= or token ids"
         )
-    if chat and not has_template(target.tokenizer):
+    shown = chat and bool(sources_in(prompt))
+    if chat and not shown and not has_template(target.tokenizer):
         raise UserError(
             f"prompt is a chat, but the tokenizer of {target.name!r} has no chat template; give text"
         )
     try:
+        if shown:
+            return chat_prompt(target, read_images(prompt, PictureStore(Path()).read), inputs)
         return prompt_ids(target.tokenizer, prompt, inputs)
     except TemplateError as error:
         raise UserError(
             f"prompt: the chat template of {target.name!r} refuses it ({first_line(error)})"
         ) from error
+
+
+def _turn(turn: object) -> object:
+    """A chat message with its parts in the stored form, or with text where no part is an image.
+
+    Raises UserError: a part that is neither text nor an image.
+    """
+    if not isinstance(turn, Mapping):
+        return turn
+    content = turn.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(turn)
+    parts = read_parts(content)
+    if parts is None:
+        raise UserError(
+            "prompt: a message has a part that is neither text nor an image; write {'type': 'text', 'text': ...} or "
+            "{'type': 'image', 'image': PATH}"
+        )
+    if all(part["type"] == "text" for part in parts):
+        return {**turn, "content": content_text(parts)}
+    return {**turn, "content": parts}

@@ -265,7 +265,7 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     if config.target_url or not isinstance(target, TargetShell):  # stored states need no reading
         records = readable_rows(records, target)
     if config.target_url:
-        records = sendable_rows(records, target)
+        records = sendable_rows(records, target, config.max_length)
     # Pretraining learns from every token, not from responses alone.
     if config.loss == "next_token":
         records = records.map(lambda row: {"spans": [[0, len(row["tokens"])]]})

@@ -1,13 +1,18 @@
-"""Accepted length of a head on prompts with images, beside the same head when it gets another image's features or none.
+"""Accepted length of heads on prompts with images: trained with images, trained without, and n-grams.
 
-A tiny LLaVA learns easy-vqa until it answers in sentences, on this machine. Then drafttrain's commands make a head for
-it: prompts, generate, train, eval. The target always reads the right image, so that the texts are the same; what changes
-is what the head reads of the prompt:
+A tiny LLaVA learns easy-vqa until it answers in sentences, on this machine. Then drafttrain's commands make heads for
+it: prompts, generate, train, eval. All heads learn from the same answers for the same minutes of CPU time:
 
-    shown       the target's features of the prompt
+    with images      the rows as they are
+    without images   the same rows without pictures and placeholders, which the target then reads as text
+    layer 0          as with images; the target's input embeddings are one feature more
+    image_embeds     as layer 0; the head embeds images, not placeholders
+
+Decoding reads the right image on every side, so that the texts are the same. The head with images is also given other
+features of the prompt:
+
     replaced    those of the same question about another image
     hidden      zeros at the image's placeholders
-    n-grams     nothing is learned; the prompt's own tokens are matched
 
 Needs the packages easy-vqa, Pillow and torchvision:
 
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,6 +48,7 @@ from drafttrain.inference import Decoder
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target.sight import ImagePrompt
+from drafttrain.training.limits import TimeBudget
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<image>"]
 TEMPLATE = (
@@ -55,8 +62,16 @@ SHAPES = {"circle", "rectangle", "triangle"}
 SIDE = 64  # pixels
 PATCH = 8
 TREE = "chain:5"
-# Figures of `drafttrain eval` that do not depend on the machine.
-EVALUATED = ("accepted_length", "acceptance_by_depth", "answer_lengths", "identical_outputs")
+# Figures of `drafttrain eval` beside those that are measured here.
+EVALUATED = ("accepted_length", "acceptance_by_depth", "decoding_speedup", "identical_outputs")
+
+# name -> folder of its data, and its own keys
+HEADS: dict[str, tuple[str, Json]] = {
+    "with images": ("data", {}),
+    "without images": ("data_text", {}),
+    "layer 0": ("data", {"feature_layers": [0, 1, 2]}),
+    "image_embeds": ("data", {"image_embeds": True}),
+}
 
 
 # -- the target ------------------------------------------------------------------------------------
@@ -249,8 +264,29 @@ def run(*words: object) -> None:
     assert cli.main(given) == 0
 
 
-def make_head(folder: Path, prompts: int, steps: int, questions: int) -> None:
-    """Prompts, answers, a trained head and its evaluation; what is there already is kept."""
+def head_folder(folder: Path, name: str) -> Path:
+    return folder / f"head_{name.replace(' ', '_')}"
+
+
+def drop_images(source: Path, data: Path, placeholder: int) -> None:
+    """Writes the rows of a data set without their pictures and placeholders."""
+    data.mkdir(exist_ok=True)
+    (data / "meta.json").write_text((source / "meta.json").read_text())
+    lines = []
+    for part in sorted(source.glob("part-*.jsonl")):
+        for line in part.read_text().splitlines():
+            row = json.loads(line)
+            # All images stand before the one answer.
+            count = row["tokens"].count(placeholder)
+            row["tokens"] = [token for token in row["tokens"] if token != placeholder]
+            row["spans"] = [[start - count, end - count] for start, end in row["spans"]]
+            del row["images"]
+            lines.append(json.dumps(row))
+    (data / "part-0000.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def make_answers(folder: Path, prompts: int) -> None:
+    """Prompts and the target's answers, with images and without; what is there already is kept."""
     target = folder / "target"
     asked = folder / "prompts.jsonl"
     if not asked.exists():
@@ -266,27 +302,46 @@ def make_head(folder: Path, prompts: int, steps: int, questions: int) -> None:
         "float32",
     ]
     run("generate", "--target", target, "--prompts", asked, "--output", folder / "data", *options)
+    drop_images(folder / "data", folder / "data_text", SPECIAL.index("<image>"))
+
+
+def make_head(folder: Path, name: str, minutes: float) -> Json:
+    """Trains a head, unless it is there; returns what is known about its training."""
+    data, keys = HEADS[name]
+    output = head_folder(folder, name)
     recipe = {
         "kind": "eagle3",
-        "target": str(target),
-        "data": str(folder / "data"),
-        "output_dir": str(folder / "head"),
+        "target": str(folder / "target"),
+        "data": str(folder / data),
+        "output_dir": str(output),
         "dtype": "float32",
         "use_cpu": True,
-        "max_steps": steps,
+        "max_minutes": minutes,
+        "max_steps": 100_000,
         "per_device_train_batch_size": 8,
         "learning_rate": 1e-3,
         "max_length": 160,
         "logging_steps": 50,
-        "save_steps": steps,
-        "drafter": {"ttt_steps": 4, "draft_vocab_size": 0},
+        "save_steps": 100_000,
+        "drafter": {"ttt_steps": 4, "draft_vocab_size": 0, **keys},
     }
-    write_json(folder / "recipe.yaml", recipe)  # JSON is YAML
-    run("train", folder / "recipe.yaml")
+    facts = output / "training.json"
+    if not facts.exists():
+        write_json(folder / "recipe.yaml", recipe)  # JSON is YAML
+        run("train", folder / "recipe.yaml")
+    trained = json.loads(facts.read_text())
+    return {"steps": trained["steps"], "held_out_loss": trained["held_out"]["eval_loss"]}
+
+
+def evaluate(folder: Path, name: str, questions: int) -> Json:
+    """What `drafttrain eval` says about a head."""
     measured = ["--suite", "easy_vqa", "--limit", questions, "--max-new-tokens", 40, "--tree", TREE]
     measured += ["--baselines", "autoregressive,ngram", "--dtype", "float32"]
-    output = folder / "eval.json"
-    run("eval", "--target", target, "--drafter", folder / "head", "--output", output, *measured)
+    output = folder / f"eval_{name.replace(' ', '_')}.json"
+    head = head_folder(folder, name)
+    run("eval", "--target", folder / "target", "--drafter", head, "--output", output, *measured)
+    overall = json.loads(output.read_text())["overall"]
+    return {key: overall[key] for key in EVALUATED}
 
 
 # -- what the head reads of the prompt -------------------------------------------------------------
@@ -328,10 +383,11 @@ def measure(folder: Path, count: int) -> tuple[Json, float]:
     target.prefill_images = prefill  # type: ignore[method-assign, assignment]
     questions = list(load_suite("easy_vqa").questions)
     Random(0).shuffle(questions)
-    head = load_drafter(str(folder / "head"), target)
     drafters = {"n-grams": load_drafter("ngram", target)}
-    for name in ("shown", "replaced", "hidden"):
-        drafters[name] = head
+    for name in HEADS:
+        drafters[name] = load_drafter(str(head_folder(folder, name)), target)
+    for name in ("replaced", "hidden"):
+        drafters[name] = drafters["with images"]
     answer_of = {row["id"]: row["answer"] for row in easy_vqa_rows("test")}
     totals: Json = {name: {"passes": 0, "committed": 0} for name in drafters}
     right = 0
@@ -366,8 +422,11 @@ def main() -> None:
         "--folder", type=Path, required=True, help="of target, data and head; what is there is kept"
     )
     parser.add_argument("--target-steps", type=int, default=300)
+    parser.add_argument("--only-target", action="store_true", help="end when the target is trained")
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--head-steps", type=int, default=120)
+    parser.add_argument(
+        "--minutes", type=float, default=1.0, help="CPU time of each head's training"
+    )
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=result_path)
@@ -376,19 +435,27 @@ def main() -> None:
     facts = args.folder / "target.json"
     if not facts.exists():
         write_json(facts, train_target(args.folder / "target", args.target_steps, args.seed))
-    make_head(args.folder, args.prompts, args.head_steps, args.questions)
+    if args.only_target:
+        return
+    TimeBudget.clock = staticmethod(time.process_time)  # other programs may run here
+    make_answers(args.folder, args.prompts)
+    trained = {name: make_head(args.folder, name, args.minutes) for name in HEADS}
     sides, right = measure(args.folder, args.questions)
-    evaluated = json.loads((args.folder / "eval.json").read_text())
+    compared = ("with images", "without images")
+    evaluated = {name: evaluate(args.folder, name, args.questions) for name in compared}
+    for name, facts_of_head in trained.items():
+        sides[name] |= facts_of_head
     write_result(
         args.output,
-        sides["shown"]["accepted_length"] / sides["n-grams"]["accepted_length"],
+        sides["with images"]["accepted_length"] / sides["without images"]["accepted_length"],
         1.0,
         sides,
         torch.device("cpu"),
         target=json.loads(facts.read_text()),
         right_answers=round(right, 3),
         tree=TREE,
-        eval_command={name: evaluated["overall"][name] for name in EVALUATED},
+        minutes=args.minutes,
+        eval_command=evaluated,
     )
 
 

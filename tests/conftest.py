@@ -179,6 +179,22 @@ def target_dir(tmp_path, target, saved_target):
     return shutil.copytree(saved_target, tmp_path / "target")
 
 
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory):
+    """A tiny target that reads images, as tests/vlm_models.py builds one, in a folder."""
+    from tests.data.seeing import make_seeing
+
+    return make_seeing(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture
+def seeing_processor(seeing, monkeypatch):
+    """Targets take that one's processor, which transformers itself loads with torchvision only."""
+    from drafttrain.target.sight import Sight
+
+    monkeypatch.setattr(Sight, "_load_processor", lambda self: seeing.processor)
+
+
 @pytest.fixture
 def suite(tmp_path):
     """The path of a suite of QUESTIONS."""

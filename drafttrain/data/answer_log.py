@@ -162,6 +162,8 @@ def read_answer(
     if reply.get("prompt_token_ids") and choice.get("token_ids"):
         start = len(reply["prompt_token_ids"])
         tokens = reply["prompt_token_ids"] + choice["token_ids"]
+        if target.sight is not None and target.sight.placeholder in tokens[:start]:
+            raise UserError("its prompt has images, which adapt does not read; log answers to text")
         if max(tokens) >= target.vocab_size:
             raise UserError(
                 f"token {max(tokens)} is outside the target's vocabulary of {target.vocab_size}; give its log"

@@ -120,12 +120,10 @@ class Backend(ABC):
 
     Attributes:
         asks: whether it asks the target, so that a run without answers is an error.
-        sees: whether it takes prompts with images.
         drops: reasons why a conversation is not stored, or not all of it.
     """
 
     asks = True
-    sees = True
     drops: tuple[str, ...] = (
         "prompt_too_long",
         "turns_not_reached",

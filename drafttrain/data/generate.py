@@ -21,7 +21,6 @@ from drafttrain.data.chat import ChatInputs, TemplateRefuses, check_inputs, has_
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.existing_backend import UNUSABLE, UNUSABLE_FIX, ExistingBackend
 from drafttrain.data.failures import BadReply, Failures
-from drafttrain.data.image_parts import images_in
 from drafttrain.data.image_prompts import TOO_LONG, too_long
 from drafttrain.data.row_file import RowFile, check_row_file, line_starts
 from drafttrain.data.store import Share, Store, check_space
@@ -41,14 +40,12 @@ from drafttrain.target.generation import LogitsRules
 logger = logging.getLogger(__name__)
 
 
-_NOT_SENT = "images"  # the reason of prompts whose backend takes no images
 _TEMPLATE = "chat template"  # the reason of prompts that it does not render
 _TEMPLATE_FIX = "change those prompts, or use a target whose chat template reads them"
 _FIXES = {
     _TEMPLATE: _TEMPLATE_FIX,
     UNUSABLE: UNUSABLE_FIX,
     TOO_LONG: "raise --max-length, or use smaller images",
-    _NOT_SENT: "use --backend local, or serve the target and use --backend openai",
     "image": "replace that image, or drop those rows",
 }
 _ROWS_FIX = "drafttrain prompts --source DIR writes them from a folder of such files"
@@ -342,7 +339,7 @@ def longest_prompt(settings: ResponseSettings) -> int:
     return settings.max_length - min(_LEAST_RESPONSE, settings.max_new_tokens)
 
 
-def open_prompt(it: Conversation, settings: ResponseSettings, backend: Backend) -> int | BadReply:
+def open_prompt(it: Conversation, settings: ResponseSettings) -> int | BadReply:
     """Opens a conversation; returns its tokens, 0 for far too many, or why it is not asked."""
     try:
         if not it.may_fit(settings.renderer, settings.max_length):
@@ -352,8 +349,6 @@ def open_prompt(it: Conversation, settings: ResponseSettings, backend: Backend) 
         return BadReply(_TEMPLATE, str(error))
     except BadPicture as error:
         return BadReply(error.reason, error.detail)
-    if not backend.sees and any(map(images_in, it.turns)):
-        return BadReply(_NOT_SENT, "this backend sends none")
     if it.images and length > longest_prompt(settings):
         return too_long(length, len(it.images), settings.max_length)
     return length
@@ -415,7 +410,7 @@ def store_answers(
 
     def opened() -> Iterator[Conversation]:
         for it in todo:
-            length = open_prompt(it, settings, backend)
+            length = open_prompt(it, settings)
             if isinstance(length, BadReply):
                 failures.add(it.id, length)
                 show(1)

@@ -86,21 +86,31 @@ def readable_rows(records: Dataset, target: Target) -> Dataset:
     return _kept(records, readable, reason)
 
 
-def sendable_rows(records: Dataset, target: Target) -> Dataset:
+def cut_length(row: Json, max_length: int) -> int:
+    """How many tokens of a row are read; 0 cuts none. An image is never cut."""
+    length = len(row["tokens"])
+    if not max_length:
+        return length
+    if row["images"]:
+        max_length = max(max_length, row["spans"][0][0])
+    return min(length, max_length)
+
+
+def sendable_rows(records: Dataset, target: Target, max_length: int = 0) -> Dataset:
     """The rows that a server of the target reads with their images.
 
-    Such rows are sent as text, and a sampled answer may be other tokens than the tokenizer makes of its text. These
-    rows are left out, and counted in a note.
+    Such rows are sent as text, and a sampled answer may be other tokens than the tokenizer makes of its text; so may
+    the last tokens of a row that is cut. These rows are left out, and counted in a note.
     """
     if not has_images(records):
         return records
     tokenizer = target.tokenizer
 
     def sendable(row: Json) -> bool:
-        return (
-            not row["images"]
-            or text_ids(tokenizer, decode(tokenizer, row["tokens"])) == row["tokens"]
-        )
+        if not row["images"]:
+            return True
+        tokens = row["tokens"][: cut_length(row, max_length)]
+        return text_ids(tokenizer, decode(tokenizer, tokens)) == tokens
 
     reason = "servers read images in chats, whose text the tokenizer splits into other tokens than the rows hold"
     return _kept(records, sendable, reason)

@@ -80,15 +80,13 @@ class VllmBackend(Backend):
     """vLLM in this process.
 
     It batches continuously, over several GPUs or nodes where the options say so. It takes prompts
-    as token ids, which cannot carry images.
+    as token ids, with a marker per image, and the images beside them.
 
     Args:
         target: its generation_config applies as far as `applied_rules` says.
         options: more arguments of vLLM's engine. slots: most sequences that run together; None for
             vLLM's own choice.
     """
-
-    sees = False
 
     def __init__(
         self,
@@ -101,6 +99,7 @@ class VllmBackend(Backend):
     ):
         vllm = _vllm()
         self.settings = settings
+        self.target = target
         self.rules = applied_rules(target.generation.rules)
         self.queued = _QUEUED
         if slots is not None:
@@ -152,7 +151,7 @@ class VllmBackend(Backend):
                 it = running[output.request_id]
                 bad = None
                 try:
-                    self._accept(it, output.outputs[0])
+                    self._accept(it, output)
                     if self.settings.next_turn(it) is not None:
                         self._ask(output.request_id, it)
                         continue
@@ -192,10 +191,20 @@ class VllmBackend(Backend):
             detokenize=False,
             output_kind=self._final,
         )
-        self.engine.add_request(key, {"prompt_token_ids": list(it.tokens)}, params)
+        prompt: Json = {"prompt_token_ids": list(it.tokens)}
+        if it.images:
+            it.image_prompt = None  # vLLM makes its own
+            marked = self.target.require_sight().marked_ids(it.tokens, it.images)
+            pixels = [picture.pixels() for picture in it.images]
+            prompt = {"prompt_token_ids": marked, "multi_modal_data": {"image": pixels}}
+        self.engine.add_request(key, prompt, params)
 
-    def _accept(self, it: Conversation, completion: Any) -> None:
+    def _accept(self, it: Conversation, output: Any) -> None:
         """Appends a finished response. Raises BadReply."""
+        # Another processor would make other placeholders of the images.
+        if it.images and list(output.prompt_token_ids) != it.tokens:
+            raise BadReply("token ids", "vLLM reads the prompt with images as other tokens")
+        completion = output.outputs[0]
         finish = "stop" if completion.finish_reason == "stop" else "length"
         tokens = self.settings.closed(list(completion.token_ids), finish, completion.stop_reason)
         self._new_tokens += len(tokens)

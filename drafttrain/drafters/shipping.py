@@ -173,9 +173,12 @@ def check_target(
             )
 
 
-def _without_features(trained: Trained, engine: EngineRelease) -> list[str]:
-    """Why an engine cannot give a drafter the features of a target that reads images; empty if it can."""
-    known = SEEING_TARGETS.get(engine.name)
+def _without_features(trained: Trained, engine: EngineRelease, algorithm: object) -> list[str]:
+    """Why an engine cannot give a drafter the features of a target that reads images; empty if it can.
+
+    algorithm: by which SGLang drafts; its classes differ by that.
+    """
+    known = SEEING_TARGETS.get((engine.name, str(algorithm)))
     if known is None or not trained.config.get("feature_layers"):
         return []
     # A target that cannot be loaded here is not judged.
@@ -183,8 +186,9 @@ def _without_features(trained: Trained, engine: EngineRelease) -> list[str]:
     if target is None or set(target.architectures) & set(known):
         return []
     named = ", ".join(target.architectures)
+    asked = f" by {algorithm}" if algorithm else ""
     return [
-        f"{engine.name} {engine.release} gives drafters no features of a target of class {named}"
+        f"{engine.name} {engine.release} gives drafters no features of a target of class {named}{asked}"
     ]
 
 
@@ -270,7 +274,8 @@ class Shipping(Generic[D]):
             return [self.no_format.format(form=form, kind=trained.kind)]
         if engine is None:
             engine = engine_of(form)
-        return self.lacking(trained, form, engine) + _without_features(trained, engine)
+        algorithm = self.options(trained).get(engine.name, {}).get("speculative-algorithm", "")
+        return self.lacking(trained, form, engine) + _without_features(trained, engine, algorithm)
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         """The drafter's features that an engine does not support in one of `formats`."""

@@ -52,7 +52,8 @@ ENGINES: dict[str, EngineRelease] = {
     "MLX": EngineRelease("MLX", "vllm", "0.20.3"),
 }
 # Classes of targets that read images and hand features to a drafter: in vLLM those with SupportsEagle3, in SGLang those with
-# set_eagle3_layers_to_capture or set_dflash_layers_to_capture. Each engine serves more classes, without such drafters.
+# set_eagle3_layers_to_capture (EAGLE-3) or set_dflash_layers_to_capture (DFlash, DSpark). Each engine serves more classes,
+# without such drafters.
 _BOTH = (
     "Cosmos3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
@@ -62,39 +63,49 @@ _BOTH = (
     "InternS2MobiusForConditionalGeneration",
     "InternS2PreviewForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
-    "KimiK3ForConditionalGeneration",
-    "Llama4ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration",
-    "MuseGlimmerForConditionalGeneration",
-    "NemotronH_Nano_VL_V2",
-    "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "Qwen4ExpForConditionalGeneration",
 )
-SEEING_TARGETS: dict[str, tuple[str, ...]] = {
-    "vLLM": (
-        *_BOTH,
-        "CohereCompassForConditionalGeneration",
-        "Exaone4_5_ForConditionalGeneration",
-        "LightOnOCRForConditionalGeneration",
-        "LlavaForConditionalGeneration",
-        "MiMoV2OmniForCausalLM",
-        "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPMV4_7ForConditionalGeneration",
-        "Mistral3ForConditionalGeneration",
-        "OpenCUAForConditionalGeneration",
-        "PixtralForConditionalGeneration",
-        "Qwen3OmniMoeForConditionalGeneration",
-    ),
-    "SGLang": (
-        *_BOTH,
-        "Gemma3ForConditionalGeneration",
-        "InklingForConditionalGeneration",
-        "Lfm2VlForConditionalGeneration",
-    ),
+# In SGLang EAGLE-3 alone, or blocks alone.
+_STEPS = ("Llama4ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+_BLOCKS = (
+    "KimiK3ForConditionalGeneration",
+    "MuseGlimmerForConditionalGeneration",
+    "NemotronH_Nano_VL_V2",
+)
+_IN_VLLM = (
+    *_BOTH,
+    *_STEPS,
+    *_BLOCKS,
+    "CohereCompassForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration",
+    "LightOnOCRForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "MiMoV2OmniForCausalLM",
+    "MiniCPMV4_6ForConditionalGeneration",
+    "MiniCPMV4_7ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "OpenCUAForConditionalGeneration",
+    "PixtralForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration",
+)
+_SGLANG_BLOCKS = (
+    *_BOTH,
+    *_BLOCKS,
+    "InklingForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
+    "MuseSparkForConditionalGeneration",
+)
+# (engine, its speculative-algorithm where classes differ by that) -> classes
+SEEING_TARGETS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("vLLM", ""): _IN_VLLM,
+    ("SGLang", "EAGLE3"): (*_BOTH, *_STEPS, "Gemma3ForConditionalGeneration"),
+    ("SGLang", "DFLASH"): _SGLANG_BLOCKS,
+    ("SGLang", "DSPARK"): _SGLANG_BLOCKS,
 }
 MROPE_NOTE = (
     "the target gives the tokens of an image few positions (M-RoPE). Heads are trained on the plain index, which vLLM's "

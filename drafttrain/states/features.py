@@ -20,7 +20,7 @@ from torch import Tensor
 from drafttrain.credentials import redact
 from drafttrain.data.generate import parse_layers, train_command
 from drafttrain.data.int8_rows import stored_as, value_bytes
-from drafttrain.data.row_images import RowImages, readable_rows, sendable_rows
+from drafttrain.data.row_images import RowImages, cut_length, readable_rows, sendable_rows
 from drafttrain.data.store import (
     FeatureStore,
     ShardWriter,
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         )
     records = readable_rows(records, target)
     if args.backend == "vllm":
-        records = sendable_rows(records, target)
+        records = sendable_rows(records, target, args.max_length)
     layers = parse_layers(args.layers, target)
     if not layers:
         raise UserError(
@@ -174,11 +174,7 @@ def extract(
         if record["id"] in done:
             continue
         ids = torch.tensor(record["tokens"], dtype=torch.long)  # [s]
-        longest = args.max_length
-        if record["images"]:
-            longest = max(longest, record["spans"][0][0])  # an image is never cut
-        if args.max_length:
-            ids = ids[:longest]
+        ids = ids[: cut_length(record, args.max_length)]
         rows.append(Row(len(keys), ids))
         keys.append(record["id"])
         names.append(record["images"])

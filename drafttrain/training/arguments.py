@@ -402,6 +402,8 @@ def sequence_group(config: TrainConfig, args: TrainingArguments) -> SequenceGrou
         reason = f"does not divide the {world} processes; start another number of processes"
     elif config.on_policy:
         reason = "on_policy answers are written by each process for itself; leave on_policy out"
+    elif config.drafter.get("image_embeds"):
+        reason = "drafter.image_embeds reads whole rows; leave image_embeds out"
     elif config.cache_gb > 0:
         reason = (
             f"cache_gb={config.cache_gb:g}: parts of rows are not kept; store features (drafttrain features), or leave cache_gb "

@@ -14,6 +14,7 @@ from drafttrain.data.chat import prompt_ids
 from drafttrain.errors import UserError
 from drafttrain.inference.sequence import Generation, Stats
 from drafttrain.target import load_shell
+from tests.data.seeing import PLACEHOLDER, answer, shown, user
 from tests.files import FIXTURES
 
 TARGET = str(FIXTURES / "target")
@@ -54,6 +55,20 @@ def test_every_form_gives_the_tokens_that_the_target_saw(shell):
     ]
     assert read({"prompt_token_ids": prompt, "token_ids": [7, 8, 9]}, shell).start == len(prompt)
     assert read({"prompt": "hi there", "response": "hello to you"}, shell).tokens == chat.tokens
+
+
+def test_answers_to_images_are_not_read(seeing):
+    """As exact tokens they look like text."""
+    sees = load_shell(seeing.folder)
+    exact = {"prompt_token_ids": [70, *[PLACEHOLDER] * 4, 71], "token_ids": [80, 81, 82]}
+    with pytest.raises(UserError, match="its prompt has images, which adapt does not read"):
+        read(exact, sees)
+    exact["prompt_token_ids"] = [70, 71]
+    exact["token_ids"][1] = PLACEHOLDER  # sampled by chance
+    assert read(exact, sees).start == 2
+    chat = {"messages": [user(shown("a.png"), "what?"), answer("red")]}
+    with pytest.raises(UserError, match="images in these conversations are not read"):
+        read(chat, sees)
 
 
 def test_only_the_last_answer_counts(shell):

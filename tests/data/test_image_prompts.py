@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from drafttrain import cli
@@ -14,13 +18,13 @@ from drafttrain.data.store import load_records, read_meta
 from drafttrain.errors import UserError
 from drafttrain.images import PictureStore, read_picture
 from drafttrain.target import load_shell
-from drafttrain.target.sight import Sight
 from tests.data.commands import generate
 from tests.data.faulty_server import LocalServer, chat, completion
 from tests.data.seeing import (
+    PLACEHOLDER,
     TEMPLATE,
+    TOKENS,
     answer,
-    make_seeing,
     picture,
     said,
     shown,
@@ -30,22 +34,13 @@ from tests.data.seeing import (
 )
 from tests.files import load_jsonl
 
+pytestmark = pytest.mark.usefixtures("seeing_processor")
 ASK = "which colour is it?"
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return make_seeing(tmp_path_factory.mktemp("seeing"))
-
-
-@pytest.fixture(autouse=True)
-def processor(built, monkeypatch):
-    monkeypatch.setattr(Sight, "_load_processor", lambda self: built.processor)
-
-
 @pytest.fixture
-def target(built):
-    return load_shell(built.folder)
+def target(seeing):
+    return load_shell(seeing.folder)
 
 
 def tokens_of(target, text):
@@ -67,7 +62,7 @@ def prompt_of(
 
 def test_placeholders_are_expanded(
     target,
-    built,
+    seeing,
     tmp_path,
     monkeypatch,
 ):
@@ -78,7 +73,7 @@ def test_placeholders_are_expanded(
     assert prompt.ids.tolist() == tokens_of(target, text)
     assert prompt.digests == (picture(0).digest, picture(1).digest)
     # The processor's template comes first.
-    monkeypatch.setattr(built.processor, "chat_template", "<s>" + TEMPLATE)
+    monkeypatch.setattr(seeing.processor, "chat_template", "<s>" + TEMPLATE)
     assert prompt_of(target, tmp_path, asked).ids.tolist() == tokens_of(target, "<s>" + text)
 
 
@@ -179,18 +174,18 @@ def check_rows(output):
 
 
 def test_the_target_here(
-    built,
+    seeing,
     target,
     prompts,
     tmp_path,
     capsys,
 ):
     output = tmp_path / "data"
-    words = (built.folder, prompts, output, "--features", "1", *SHORT)
+    words = (seeing.folder, prompts, output, "--features", "1", *SHORT)
     assert generate(*words) == 0
     out = capsys.readouterr().out
     assert "too long: raise --max-length" in out and "no such file: replace that image" in out
-    seeing = built.load()
+    seeing = seeing.load()
     for key, row in check_rows(output).items():
         if key != "text":  # the text is the model's own
             (start, end), *_ = row["spans"]
@@ -199,7 +194,7 @@ def test_the_target_here(
             )
             prompt = seeing.image_prompt(text, [picture(0), picture(1)][: len(row["images"])])
             assert prompt.ids.tolist() == row["tokens"][:start]
-            assert built.generate(prompt, end - start) == row["tokens"][start:end]
+            assert seeing.generate(prompt, end - start) == row["tokens"][start:end]
 
     # Run again: nothing is asked for twice, and a mended image is answered.
     (prompts.parent / "gone.png").write_bytes(picture(3).data)
@@ -209,13 +204,13 @@ def test_the_target_here(
 
 
 def test_recorded_answers(
-    built,
+    seeing,
     target,
     prompts,
     tmp_path,
 ):
     output = tmp_path / "data"
-    words = (built.folder, prompts, output, "--backend", "existing", "--max-length", "80")
+    words = (seeing.folder, prompts, output, "--backend", "existing", "--max-length", "80")
     assert generate(*words) == 0
     row = check_rows(output)["two"]
     text = "user: <|image|>or<|image|></s>assistant: "
@@ -287,7 +282,7 @@ class SeeingServer(LocalServer):
 
 @pytest.mark.parametrize("by_ids", [True, False])
 def test_servers_get_images_in_chats(
-    built,
+    seeing,
     target,
     prompts,
     tmp_path,
@@ -296,13 +291,55 @@ def test_servers_get_images_in_chats(
     output = tmp_path / "data"
     with SeeingServer(target, by_ids) as server:
         words = ("--backend", "openai", "--url", server.url, *SHORT[:-2])
-        assert generate(built.folder, prompts, output, *words) == 0
+        assert generate(seeing.folder, prompts, output, *words) == 0
     text = "user: <|image|>or<|image|></s>assistant: seen 2</s>"
     assert check_rows(output)["two"]["tokens"] == tokens_of(target, text)
 
 
+@pytest.mark.parametrize("more", [[], [70]])
+def test_vllm_in_process_gets_markers_and_pixels(
+    seeing,
+    target,
+    prompts,
+    tmp_path,
+    monkeypatch,
+    more,
+):
+    """more: tokens that vLLM reads besides."""
+    asked = []
+    engine = SimpleNamespace(add_request=lambda *given: asked.append(given))
+
+    def step():
+        key, prompt, _ = asked.pop()
+        ids = []
+        for token in prompt["prompt_token_ids"]:
+            ids += [token] * TOKENS if token == PLACEHOLDER else [token]
+        pixels = prompt.get("multi_modal_data", {"image": []})["image"]
+        assert [image.mode for image in pixels] == ["RGB"] * (ids.count(PLACEHOLDER) // TOKENS)
+        said = tokens_of(target, f"seen {[image.width for image in pixels]}</s>")
+        done = SimpleNamespace(token_ids=said, finish_reason="stop", stop_reason=None)
+        yield SimpleNamespace(
+            request_id=key, finished=True, outputs=[done], prompt_token_ids=ids + more
+        )
+
+    engine.step = step
+    fake = SimpleNamespace(
+        LLM=lambda **_: SimpleNamespace(llm_engine=engine),
+        SamplingParams=SimpleNamespace,
+        sampling_params=SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=2)),
+    )
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    output = tmp_path / "data"
+    assert generate(seeing.folder, prompts, output, "--backend", "vllm", *SHORT) == 0
+    if more:
+        assert listed(output) == {**BAD, "one": "token ids", "two": "token ids"}
+        return
+    text = "user: <|image|>or<|image|></s>assistant: seen [30, 31]</s>"
+    assert check_rows(output)["two"]["tokens"] == tokens_of(target, text)
+
+
 def test_a_server_that_reads_another_prompt(
-    built,
+    seeing,
     target,
     prompts,
     tmp_path,
@@ -310,12 +347,12 @@ def test_a_server_that_reads_another_prompt(
     output = tmp_path / "data"
     with SeeingServer(target, True, "<s>") as server:
         words = ("--backend", "openai", "--url", server.url, *SHORT[:-2])
-        assert generate(built.folder, prompts, output, *words) == 0
+        assert generate(seeing.folder, prompts, output, *words) == 0
     assert listed(output) == {**BAD, "one": "token ids", "two": "token ids"}
 
 
 def test_prompts_that_are_refused_at_once(
-    built,
+    seeing,
     target_dir,
     prompts,
     tmp_path,
@@ -324,5 +361,5 @@ def test_prompts_that_are_refused_at_once(
     assert generate(target_dir, prompts, tmp_path / "a") == 2
     assert "reads no images" in capsys.readouterr().err
     write_rows(prompts, [{"id": "a", "messages": [user(ASK, {"type": "video"})]}])
-    assert generate(built.folder, prompts, tmp_path / "b") == 2
+    assert generate(seeing.folder, prompts, tmp_path / "b") == 2
     assert "messages may have text and images only" in capsys.readouterr().err

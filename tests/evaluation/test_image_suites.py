@@ -15,9 +15,8 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.runner import EvalSettings, check_sight
 from drafttrain.evaluation.suites import load_suite
 from drafttrain.images import read_picture
-from drafttrain.target.sight import Sight
 from scripts import draw_suite
-from tests.data.seeing import make_seeing, picture, shown, write_rows
+from tests.data.seeing import picture, shown, write_rows
 
 OPTIONS = "How many? Options: A: 1, B: 2"
 
@@ -107,16 +106,10 @@ def test_baselines_that_read_no_images():
 # -- a tiny target --------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return make_seeing(tmp_path_factory.mktemp("seeing"))
-
-
 @pytest.fixture
-def words(built, monkeypatch):
+def words(seeing, seeing_processor):
     """Flags of the target that reads images."""
-    monkeypatch.setattr(Sight, "_load_processor", lambda self: built.processor)
-    return ["--target", built.folder, "--drafter=ngram", "--dtype=float32", "--max-new-tokens=6"]
+    return ["--target", seeing.folder, "--drafter=ngram", "--dtype=float32", "--max-new-tokens=6"]
 
 
 def test_eval(words, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import Gemma3Config, LlavaConfig
+from transformers import Gemma3Config, Lfm2VlConfig, LlavaConfig
 
 from drafttrain.drafters.shipping import Trained, shipping
 from drafttrain.errors import UserError
@@ -14,13 +14,13 @@ from drafttrain.export.engine_runs import EngineJob, SeenPrompt, Vllm
 from drafttrain.export.verify_matrix import DrafterRows
 from drafttrain.formats.engines import ENGINES
 from drafttrain.target.loading import seeing_target
-from tests.data.seeing import PLACEHOLDER, TOKENS, make_seeing, picture
+from tests.data.seeing import PLACEHOLDER, TOKENS, picture
 from tests.drafters.eagle3_files import make_head
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return make_seeing(tmp_path_factory.mktemp("seeing")).load()
+def target(seeing):
+    return seeing.load()
 
 
 @pytest.fixture
@@ -90,16 +90,16 @@ def test_other_engines_are_not_run_with_images(job, monkeypatch):
 @pytest.fixture
 def of_class(tmp_path, monkeypatch):
     """What an engine lacks for a head of a target with this config."""
-    kind = shipping("eagle3")
-    monkeypatch.setattr(type(kind), "lacking", lambda *_: [])
 
-    def lacks(config, architecture, engine):
+    def lacks(config, architecture, engine, kind="eagle3"):
+        ships = shipping(kind)
+        monkeypatch.setattr(type(ships), "lacking", lambda *_: [])
         config.architectures = [architecture]
         config.save_pretrained(tmp_path)
         seeing_target.cache_clear()
-        head = {"feature_layers": [1, 2]}
-        trained = Trained(tmp_path, "eagle3", head, {"name": str(tmp_path)})
-        return kind.unsupported(trained, "vllm", ENGINES[engine])
+        head = {"feature_layers": [1, 2], "block_size": 4}
+        trained = Trained(tmp_path, kind, head, {"name": str(tmp_path)})
+        return ships.unsupported(trained, "vllm", ENGINES[engine])
 
     return lacks
 
@@ -115,3 +115,13 @@ def test_a_class_without_features_for_heads_is_refused(of_class):
     llava = "LlavaForConditionalGeneration"
     assert of_class(LlavaConfig(), llava, "vLLM") == []
     assert "SGLang" in of_class(LlavaConfig(), llava, "SGLang")[0]
+
+
+def test_sglang_gives_some_classes_features_for_one_way_of_drafting(of_class):
+    gemma = "Gemma3ForConditionalGeneration"
+    (reason,) = of_class(Gemma3Config(), gemma, "SGLang", "dflash")
+    assert reason.endswith(f"no features of a target of class {gemma} by DFLASH")
+    liquid = "Lfm2VlForConditionalGeneration"
+    assert of_class(Lfm2VlConfig(), liquid, "SGLang", "dflash") == []
+    assert of_class(Lfm2VlConfig(), liquid, "SGLang", "dspark") == []
+    assert "by EAGLE3" in of_class(Lfm2VlConfig(), liquid, "SGLang")[0]

@@ -14,7 +14,9 @@ from drafttrain.inference.sequence import Mark
 from drafttrain.ops import sampling
 from drafttrain.target import Target, experts
 from tests.conftest import has_gpu
+from tests.data.seeing import picture
 from tests.drafters import contract
+from tests.drafters.helpers import make_drafter
 from tests.gpu.count import DECODERS, TREES, budgets, count_rounds, drafter_of, moved, moved_target
 from tests.inference.fakes import family
 
@@ -201,3 +203,25 @@ def test_grouped_products_stay_where_torch_has_a_kernel(gpu, caplog):
 def plain_tokens(target, prompts, rows):
     decoder = Decoder(target, None, max_rows=rows, graphs=True, eos_ids=())
     return [one.tokens for one in decoder.generate(prompts, max_new_tokens=8)]
+
+
+@pytest.mark.thorough
+@pytest.mark.any_gpu
+@pytest.mark.parametrize("embeds", [False, True])
+def test_tokens_behind_an_image_are_the_cpus(request, seeing, seeing_processor, embeds):
+    """The prompt is one dynamic forward of the model; rounds after it run in captured graphs."""
+    target = seeing.load()
+    prompt = target.image_prompt("user: <|image|>what?</s>assistant: ", [picture(1)])
+    prompts = [prompt, list(contract.PROMPTS[0])]
+    head = make_drafter(target, image_embeds=embeds).eval()
+
+    def tokens(target, drafter, graphs=None):
+        spec = TreeSpec.parse("dynamic:3,2,6")
+        decoder = Decoder(target, drafter, spec=spec, max_rows=2, graphs=graphs, eos_ids=())
+        return [one.tokens for one in decoder.generate(prompts, max_new_tokens=contract.NEW)]
+
+    want = tokens(target, head)
+    gpu = request.getfixturevalue("any_gpu")
+    there = Target.load(seeing.folder, "float32", "cuda:0")
+    assert tokens(there, moved(head, there), graphs=True) == want
+    assert gpu.replays > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams, static
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
+from tests.data.seeing import picture as seeing_picture
+from tests.data.seeing import shown, user
 from tests.drafters.helpers import make_drafter
 from tests.inference.fakes import ANY, FakeBatch
 from tests.ops.transformers_sampling import p_value, transformers_says
@@ -245,3 +249,42 @@ def test_samples_follow_the_models_distribution(built):
     for token in says().nonzero().flatten().tolist():
         joint[token] = says()[token] * says(token)
     assert p_value(seen.flatten(), joint.flatten()) > 1e-3
+
+
+def test_chats_with_images(seeing, seeing_processor, tmp_path, monkeypatch):
+    """Forms of an image, and text in parts; relative paths begin in the present folder."""
+    monkeypatch.chdir(tmp_path)
+    target = seeing.load()
+    pictures = [seeing_picture(1), seeing_picture(2)]
+    Path("one.png").write_bytes(pictures[0].data)
+    url = {"type": "image_url", "image_url": {"url": pictures[1].uri}}
+    asked = user(shown("one.png"), "or", url)
+    want = target.image_prompt("user: <|image|>or<|image|></s>assistant: ", pictures)
+    options = {"max_new_tokens": 6}
+    expected = drafttrain.generate(target, want, **options)
+    assert drafttrain.generate(target, [asked], **options).tokens == expected.tokens
+    assert "".join(drafttrain.stream(target, [asked], **options)) == expected.text
+    plain = [{"role": "user", "content": "what?"}]
+    made = drafttrain.generate(target, [[user("what?")], plain, [asked]], **options)
+    assert made[0].tokens == made[1].tokens
+    assert made[2].tokens == expected.tokens
+
+
+BAD_PARTS = {
+    "no such file": shown("gone.png"),
+    "not downloaded": shown("https://a.b/c.png"),
+    "text and images only": {"type": "video", "video": "a.mp4"},
+    "neither text nor an image": {"type": "text"},
+}
+
+
+@pytest.mark.parametrize("message", BAD_PARTS)
+def test_bad_parts_of_chats(seeing, seeing_processor, message):
+    with pytest.raises(UserError, match=message):
+        drafttrain.generate(seeing.load(), [user("see", BAD_PARTS[message])])
+
+
+def test_chats_with_images_for_a_target_of_text(target):
+    part = shown(seeing_picture(1).uri)
+    with pytest.raises(UserError, match="reads no images"):
+        drafttrain.generate(target, [user(part)])

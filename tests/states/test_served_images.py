@@ -13,7 +13,7 @@ from drafttrain.states.origins import Row
 from drafttrain.states.served import Served
 from drafttrain.states.server import StateServer
 from drafttrain.target import Target, load_shell
-from tests.data.seeing import PLACEHOLDER, make_seeing, picture, shown, user
+from tests.data.seeing import PLACEHOLDER, picture, shown, user
 from tests.states.fake_state_server import FakeStateServer
 from tests.states.stand_ins import engine
 
@@ -66,19 +66,14 @@ class SeeingServer(FakeStateServer):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return make_seeing(tmp_path_factory.mktemp("seeing"))
+def target(seeing) -> Target:
+    return seeing.load()
 
 
 @pytest.fixture(scope="module")
-def target(built) -> Target:
-    return built.load()
-
-
-@pytest.fixture(scope="module")
-def shell(built) -> Target:
-    made = load_shell(built.folder, "float32", "cpu", weights=True)
-    made.sight._processor = built.processor
+def shell(seeing) -> Target:
+    made = load_shell(seeing.folder, "float32", "cpu", weights=True)
+    made.sight._processor = seeing.processor
     return made
 
 
@@ -196,6 +191,20 @@ def test_rows_that_the_tokenizer_splits_otherwise_are_left_out(shell, target, ca
     assert "note: 1 row left out: servers read images in chats" in capsys.readouterr().out
     with pytest.raises(UserError, match="none of 1 row can be read: servers read images in chats"):
         sendable_rows(Dataset.from_list(rows[1:2]), shell)
+
+
+def test_rows_that_max_length_cuts_inside_a_character_are_left_out(shell, target, capsys):
+    prompt, _ = row_of(target, *CONTENTS[0])
+    begin = len(prompt)
+    letter = target.tokenizer("é")["input_ids"]  # a token per byte
+    row = {"tokens": [*prompt.ids.tolist(), *letter], "spans": [[begin, begin + 2]]}
+    rows = Dataset.from_list([{**row, "images": ["a"]}, {**row, "images": None}])
+    kept = sendable_rows(rows, shell, begin + 1)
+    assert kept["images"] == [None]
+    assert "note: 1 row left out" in capsys.readouterr().out
+    # Whole, or cut where the answer begins: before that the images stand.
+    for length in (0, begin + 2, 3):
+        assert len(sendable_rows(rows, shell, length)) == 2
 
 
 def test_servers_of_targets_that_see_take_templates_of_requests(shell, tmp_path):

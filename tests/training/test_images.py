@@ -13,30 +13,20 @@ from drafttrain.cli import main
 from drafttrain.data.loader import collate, cut_row, pack_rows, training_rows
 from drafttrain.data.row_images import RowImages
 from drafttrain.data.store import FeatureStore, Store, load_records
+from drafttrain.drafters.common.rows import HostPass
 from drafttrain.errors import UserError
 from drafttrain.images import BadPicture, PictureStore
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.states.source import TargetSource
-from drafttrain.target.sight import Sight
-from tests.data.seeing import PLACEHOLDER, TOKENS, make_seeing, picture
+from tests.data.seeing import PLACEHOLDER, TOKENS, picture
 from tests.drafters.contract import compare_depths
 from tests.drafters.helpers import make_drafter, run_step
 from tests.training.runs import write_recipe
 from tests.vlm_models import build
 
+pytestmark = pytest.mark.usefixtures("seeing_processor")
 LAYERS = (1, 2)
 ROWS = 12  # every third is text
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return make_seeing(tmp_path_factory.mktemp("seeing"))
-
-
-@pytest.fixture(autouse=True)
-def processor(built, monkeypatch):
-    monkeypatch.setattr(Sight, "_load_processor", lambda self: built.processor)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
 
 def write_data(folder, target, answered=None):
@@ -63,13 +53,13 @@ def write_data(folder, target, answered=None):
 
 
 @pytest.fixture
-def data(built, tmp_path):
-    return write_data(tmp_path / "data", built.load())
+def data(seeing, tmp_path):
+    return write_data(tmp_path / "data", seeing.load())
 
 
-def test_states_of_batches_with_and_without_images(built, data):
+def test_states_of_batches_with_and_without_images(seeing, data):
     """Packed or not, each row's states are those that it has alone, with its own pictures."""
-    target = built.load()
+    target = seeing.load()
     records = load_records(data, images=True)
     images = RowImages.of(records, str(data), target)
     images.check()
@@ -104,15 +94,20 @@ def test_states_of_batches_with_and_without_images(built, data):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
-def test_training_step_k_is_what_decoding_computes_behind_an_image(tmp_path, monkeypatch, family):
-    """Positions on three axes and on one: the head's are the plain index, its embeddings the placeholder's."""
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen3_vl", {}), ("llava", {}), ("llava", {"image_embeds": True})],
+)
+def test_training_step_k_is_what_decoding_computes_behind_an_image(
+    tmp_path, monkeypatch, family, options
+):
+    """Positions on three axes and on one: the head's are the plain index, its embeddings the placeholder's or the image's."""
     case = build(family, tmp_path / "target")
     target = case.load()
     template = "{{ messages[0]['content'][1]['text'] }}" + case.marker
     monkeypatch.setattr(case.processor, "chat_template", template, raising=False)
-    decoder = make_drafter(target, ttt_steps=3).eval()
-    trainer = make_drafter(target, ttt_steps=3, loss="ce").eval()
+    decoder = make_drafter(target, ttt_steps=3, **options).eval()
+    trainer = make_drafter(target, ttt_steps=3, loss="ce", **options).eval()
     prompt = target.image_prompt(f"look{case.marker}what?", [picture(1)])
     out = target.prefill_images(prompt, decoder.feature_layers, TreeCache(128), 0)
     root = 75
@@ -132,13 +127,55 @@ def test_training_step_k_is_what_decoding_computes_behind_an_image(tmp_path, mon
     compare_depths(decoder, session, root, metrics_of)
 
 
-def recipe(tmp_path, built, data, name, **extra):
+@pytest.mark.parametrize("packed", [False, True])
+def test_heads_that_embed_images(seeing, packed):
+    """Read as one prompt or with a prompt of text: the root is that of layer 0 in the placeholders' place."""
+    target = seeing.load()
+    drafter = make_drafter(target, image_embeds=True).eval()
+    assert drafter.feature_layers[0] == 0
+    if packed:
+        drafter.pack()
+    prompt = target.image_prompt("see <|image|>!", [picture(1)])
+    out = target.prefill_images(prompt, drafter.feature_layers, TreeCache(64), 0)
+    features = out.features[0]  # [L, f*h]
+    text = torch.arange(70, 70 + len(prompt))
+    prompts = [prompt.ids, text, prompt.ids]
+    states = [features, target.forward(text[None], drafter.feature_layers).features[0], features]
+    follow = [torch.cat((ids[1:], torch.tensor([75]))) for ids in prompts]
+    # The root token is a placeholder by chance: its features are not known yet.
+    follow[2][-1] = PLACEHOLDER
+    sessions = [drafter.start(ids, 64) for ids in prompts]
+    drafter.extend_all(sessions, follow, states)
+    table = target.embed_weight
+
+    def root(number, embeds):
+        """The root of one prompt whose tokens have these embeddings."""
+        session = drafter.start(prompts[number], 64)
+        at = HostPass([session], [len(embeds)], last=True)
+        with torch.no_grad():
+            return drafter.advance(drafter.fuse(states[number]), embeds, at, 0)
+
+    h = target.hidden_size
+    shown = (prompt.ids == PLACEHOLDER)[1:, None]
+    behind = torch.where(shown, features[1:, :h], table[prompt.ids[1:]])
+    assert not torch.equal(behind, table[prompt.ids[1:]])
+    for number, embeds in enumerate(
+        [
+            torch.cat((behind, table[75][None])),
+            table[follow[1]],
+            torch.cat((behind, table[PLACEHOLDER][None])),
+        ]
+    ):
+        torch.testing.assert_close(sessions[number].root, root(number, embeds))
+
+
+def recipe(tmp_path, seeing, data, name, **extra):
     """Words of a run into a folder of its own."""
     folder = tmp_path / name
     folder.mkdir()
     words = write_recipe(
         folder,
-        built.folder,
+        seeing.folder,
         data,
         **{"logging_steps": 3, "max_length": 64, "packing": True, "cache_gb": 0, **extra},
     )
@@ -146,9 +183,9 @@ def recipe(tmp_path, built, data, name, **extra):
 
 
 @pytest.mark.thorough
-def test_runs_with_the_target_and_on_stored_states(built, data, tmp_path, capsys):
+def test_runs_with_the_target_and_on_stored_states(seeing, data, tmp_path, capsys):
     """Both read the same states, and both decode held-out prompts with their images."""
-    words, record = recipe(tmp_path, built, data, "online", validation=0.3)
+    words, record = recipe(tmp_path, seeing, data, "online", validation=0.3)
     assert main(["plan", *words]) == 0
     assert main(["train", *words]) == 0
     online = json.loads(record.read_text())
@@ -163,7 +200,7 @@ def test_runs_with_the_target_and_on_stored_states(built, data, tmp_path, capsys
     assert main([*taken, "--layers", "default", "--overwrite"]) == 0
     for path in (data / "images").iterdir():
         path.unlink()  # what is stored is not read again
-    words, record = recipe(tmp_path, built, data, "stored", validation=0.3)
+    words, record = recipe(tmp_path, seeing, data, "stored", validation=0.3)
     capsys.readouterr()
     assert main(["train", *words]) == 0
     assert "without its layers: every conversation has stored states" in capsys.readouterr().out
@@ -184,24 +221,43 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_keys_that_read_text_only(built, data, tmp_path, capsys, key):
+def test_keys_that_read_text_only(seeing, data, tmp_path, capsys, key):
     extra, message = REFUSED[key]
-    words, _ = recipe(tmp_path, built, data, "run", **{"packing": False, **extra})
+    words, _ = recipe(tmp_path, seeing, data, "run", **{"packing": False, **extra})
     assert main(["train", *words]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.thorough
-def test_answers_that_hold_a_placeholder(built, tmp_path, capsys):
+def test_answers_that_hold_a_placeholder(seeing, tmp_path, capsys):
     """Such a row is left out and counted; elsewhere it is refused."""
-    data = write_data(tmp_path / "data", built.load(), [PLACEHOLDER, 71])
-    words, _ = recipe(tmp_path, built, data, "run", max_steps=1, save_steps=1)
+    data = write_data(tmp_path / "data", seeing.load(), [PLACEHOLDER, 71])
+    words, _ = recipe(tmp_path, seeing, data, "run", max_steps=1, save_steps=1)
     assert main(["train", *words]) == 0
     said = capsys.readouterr().out
     assert re.search(rf"note: 1 row.? left out: .* \(token {PLACEHOLDER}\)", said)
     assert main(["features", "--data", str(data), "--layers", "1", "--dtype", "float32"]) == 0
     assert "11 of 11 conversations to do" in capsys.readouterr().out
     records = load_records(data, images=True)
-    images = RowImages.of(records, str(data), built.load())
+    images = RowImages.of(records, str(data), seeing.load())
     with pytest.raises(UserError, match="a row has 5 placeholders"):
         images.prompt(1, torch.tensor(records[1]["tokens"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"image_embeds": True, "feature_layers": [1, 2]},
+            r"feature_layers=\[1, 2\] do not begin with it; add it",
+        ),
+    ],
+)
+def test_image_embeds_need_layer_0(seeing, options, message):
+    with pytest.raises(UserError, match=message):
+        make_drafter(seeing.load(), **options)
+
+
+def test_image_embeds_of_a_target_of_text(target):
+    with pytest.raises(UserError, match="reads no images"):
+        make_drafter(target, image_embeds=True)

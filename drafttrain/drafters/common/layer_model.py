@@ -46,6 +46,7 @@ from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights, kernel_of
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import PathAttention
+from drafttrain.target import Target
 
 
 class Split(NamedTuple):
@@ -72,6 +73,10 @@ class LayerDrafter(DecoderDrafter):
     lm_head: nn.Linear
     # CPU kernels of `step` and `read_out`, one per depth with layers of its own; empty: none apply
     draft_steps: tuple[DraftStep, ...] = ()
+    # Entries of the features that hold the target's layer 0, which stands for the token's embedding
+    # at an image's placeholders; None: the placeholder's own embedding does
+    image_part: slice | None = None
+    placeholder = -1  # set by `bind`
 
     @property
     def head(self) -> nn.Linear | PackedLinear:
@@ -101,6 +106,11 @@ class LayerDrafter(DecoderDrafter):
             steps.append(step)
         self.draft_steps = tuple(steps)
 
+    def bind(self, target: Target) -> None:
+        super().bind(target)
+        if self.image_part is not None:
+            self.placeholder = target.require_sight().placeholder
+
     @property
     def own_depths(self) -> int:
         """Number of depths that have weights of their own; deeper ones use the last."""
@@ -115,6 +125,16 @@ class LayerDrafter(DecoderDrafter):
     def fuse(self, features: Tensor) -> Tensor:
         """[t, f * target h] target features -> [t, h], the state that depth 0 reads."""
         raise NotImplementedError
+
+    def with_images(self, ids: Tensor, embeds: Tensor, features: Tensor) -> Tensor:
+        """The embeddings [t, target h] of tokens, with those of images at their placeholders.
+
+        ids: [t]. features: [t, f * target h] of the tokens themselves.
+        """
+        if self.image_part is None:
+            return embeds
+        shown = (ids == self.placeholder)[:, None]
+        return torch.where(shown, features[:, self.image_part].to(embeds.dtype), embeds)
 
     def enter(
         self,
@@ -259,6 +279,7 @@ class LayerDrafter(DecoderDrafter):
             positions = moved(place, config.position_offset, part)
         embeds = inputs.embeds.flatten(0, 1)  # [part, target h]
         features = inputs.features.flatten(0, 1)  # [part, f * target h]
+        embeds = self.with_images(batch.input_ids.flatten(), embeds, features)
         state = self._first(features, valid[held] - part.begin, batch)  # [part, h]
 
         # Weights of the depths, which sum to 1. An early first depth has its weight alone.
@@ -434,7 +455,12 @@ class LayerDrafter(DecoderDrafter):
             if placed is not None:
                 read = features.to(self.embed_table.dtype)  # [n, f*h]
                 return step.read(ids, read, self.embed_table, placed)
-        made = self.advance(self.fuse(features), self.embed(ids), at, 0)
+        embeds = self.embed(ids)
+        if self.image_part is not None:
+            # A token's own features come with the next token, so a sequence's last token has none.
+            known = ids.index_fill(0, at.ends, -1)
+            embeds = self.with_images(known, embeds, features.roll(-1, dims=0))
+        made = self.advance(self.fuse(features), embeds, at, 0)
         if at.queries is None:  # static passes compute every token
             return made[at.ends]
         return made

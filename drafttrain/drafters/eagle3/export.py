@@ -68,6 +68,8 @@ def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
             f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: the engine concatenates "
             "the target's embedding and the state and needs both of one width"
         )
+    if config.image_embeds:
+        found.append("image_embeds: engines embed an image's placeholders as tokens")
     layers = list(config.feature_layers)
     if layers != sorted(set(layers)):
         found.append(
@@ -326,6 +328,7 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
             "fc_norm",
             "norm_before_fc",
             "norm_output",
+            "image_embeds",
         ):
             if getattr(config, key):
                 found.append(f"{key}: {lacks} has no such thing in its eagle3 model")

@@ -42,6 +42,9 @@ class Eagle3Config(LayerConfig):
         norm_output: the next depth reads the state after the final norm (EAGLE-3.1, with fc_norm).
         norm_before_residual: the first layer's residual is the normed state.
         train_head: False keeps the head's rows as they are copied from the target.
+        image_embeds: at an image's placeholders it reads the target's embeddings of the image
+            instead of the placeholder's: layer 0, the first of `feature_layers`. For our decoder;
+            engines embed the placeholder.
     """
 
     recipe_keys = (*LayerConfig.recipe_keys, "train_head")
@@ -54,9 +57,15 @@ class Eagle3Config(LayerConfig):
     norm_output: bool = False
     norm_before_residual: bool = False
     train_head: bool = True
+    image_embeds: bool = False
 
     def check(self) -> None:
         super().check()
+        if self.image_embeds and self.feature_layers[:1] != (0,):
+            raise UserError(
+                f"image_embeds=true reads the target's layer 0, but feature_layers={list(self.feature_layers)} do not begin "
+                "with it; add it, and where states are stored, store it too: drafttrain features --layers 0,..."
+            )
         if self.fc_norm and self.norm_before_fc:
             raise UserError("fc_norm and norm_before_fc norm the same features; set one of them")
         if not self.target_hidden_size:
@@ -64,7 +73,10 @@ class Eagle3Config(LayerConfig):
 
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:
-        return {**super().shapes(target, options), "feature_layers": target.default_feature_layers}
+        layers = target.default_feature_layers
+        if options.get("image_embeds"):
+            layers = tuple(sorted({0, *layers}))
+        return {**super().shapes(target, options), "feature_layers": layers}
 
 
 class Eagle3(LayerDrafter):
@@ -88,6 +100,8 @@ class Eagle3(LayerDrafter):
             for _ in config.feature_layers:
                 self.fc_norm.append(RMSNorm(wide, eps))
         self.input_norm = RMSNorm(self.fc.in_features, eps) if config.norm_before_fc else None
+        if config.image_embeds:
+            self.image_part = slice(0, wide)
         self.midlayer = DraftLayer(
             config,
             embed_width=wide,
@@ -192,7 +206,7 @@ class Eagle3(LayerDrafter):
             returns_normed=config.norm_output,
             residual_normed=config.norm_before_residual,
             fuse=self.fc.weight,
-            reads_features=not (config.fc_norm or config.norm_before_fc),
+            reads_features=not (config.fc_norm or config.norm_before_fc or config.image_embeds),
         )
 
     def fuse(self, features: Tensor) -> Tensor:
