@@ -1,0 +1,196 @@
+"""Swaps in SGLang, against a server that speaks its routes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafttrain.cli import main
+from drafttrain.inside_vllm.head_files import read_head
+from tests.serving.live_server import write_head
+from tests.serving.sglang_server import SglangServer
+
+DRAFTERS = Path(__file__).parents[1] / "fixtures" / "drafters"
+OWN_OUTPUT = {"draft_vocab_size": 3}
+
+
+@pytest.fixture
+def heads(tmp_path):
+    """The head that a server is started with, a, and another one, b."""
+    write_head(tmp_path / "a", 1.0, **OWN_OUTPUT)
+    return write_head(tmp_path / "b", 2.0, **OWN_OUTPUT).parent
+
+
+@pytest.fixture
+def start(heads):
+    """Starts servers; stops them after the test."""
+    servers = []
+
+    def begin(**info):
+        servers.append(SglangServer(heads / "a", **info))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.close()
+
+
+def swap(server, *words):
+    return main(["swap", "--server", server.url, *words])
+
+
+def values(server):
+    return [float(rank.draft["fc"][0, 0]) for rank in server.ranks]
+
+
+def refused(
+    server,
+    capsys,
+    message,
+    drafter="b",
+):
+    """Asserts that a swap ends in one line and that the old head serves."""
+    assert swap(server, "--drafter", str(drafter)) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert set(values(server)) == {1.0} and not server.open
+
+
+def test_a_head_is_swapped_in_and_back_in_all_ranks(start, heads, capsys):
+    server = start(ranks=2)
+    assert swap(server, "--drafter", str(heads / "b"), "--json") == 0
+    served = json.loads(capsys.readouterr().out)["result"]["served"]
+    assert served["folder"] == "b" and served["sha256"] == read_head(heads / "b", "").digest
+    assert values(server) == [2.0, 2.0] and not server.open
+    assert server.routes[-2:] == ["/flush_cache", "/weights_checker"]
+    # The server itself knows which head serves, so another process does too.
+    assert swap(server) == 0
+    assert "serves b (sha256" in capsys.readouterr().out
+    asked = len(server.routes)
+    assert swap(server, "--drafter", "b") == 0 and len(server.routes) == asked
+    assert swap(server, "--drafter", "a") == 0 and values(server) == [1.0, 1.0]
+
+
+def test_a_trained_drafter_is_exported_beside_the_served_head(start, heads, capsys):
+    refused(start(), capsys, "does not fit the served head", DRAFTERS / "eagle3")
+    assert (heads / "eagle3" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"fc": torch.zeros(2, 3)}, "fc is torch.float32 [2, 3]"),
+        ({"fc": torch.full((2, 6), torch.nan)}, "not finite"),
+        ({"more": torch.zeros(1)}, "more is torch.float32 [1], served None"),
+        ({"d2t": torch.tensor([3, 4, 5])}, "keeps other tokens (d2t)"),
+    ],
+)
+def test_what_would_end_the_server_is_refused(
+    start,
+    heads,
+    capsys,
+    tensors,
+    message,
+):
+    write_head(heads / "b", 2.0, tensors, **OWN_OUTPUT)
+    server = start()
+    refused(server, capsys, message)
+    assert server.routes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "config", "is_refused"),
+    [
+        ("embed_tokens.weight", "EAGLE3", OWN_OUTPUT, True),
+        ("lm_head.weight", "EAGLE3", OWN_OUTPUT, False),
+        ("lm_head.weight", "EAGLE3", {}, True),
+        ("lm_head.weight", "EAGLE3", {**OWN_OUTPUT, "tie_word_embeddings": True}, True),
+        ("lm_head.weight", "EAGLE", OWN_OUTPUT, True),
+    ],
+)
+def test_what_the_drafter_shares_with_the_target_is_not_sent(
+    start,
+    heads,
+    capsys,
+    name,
+    algorithm,
+    config,
+    is_refused,
+):
+    for number, folder in enumerate("ab"):
+        write_head(heads / folder, number + 1.0, {name: torch.zeros(4, 2)}, **config)
+    server = start(speculative_algorithm=algorithm)
+    if is_refused:
+        refused(server, capsys, f"{name} would change the target")
+        assert server.routes == []
+    else:
+        assert swap(server, "--drafter", "b") == 0
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"version": "0.5.22"}, "it is SGLang 0.5.22, and swaps need 0.5.23"),
+        ({"version": "main"}, "it is SGLang main"),
+        ({"dp_size": 2}, "one data-parallel and pipeline stage only"),
+        ({"pp_size": 2}, "one data-parallel and pipeline stage only"),
+        ({"speculative_algorithm": "DFLASH"}, "it drafts by DFLASH"),
+        ({"speculative_algorithm": None}, "it drafts by None"),
+        ({"enable_multi_layer_eagle": True}, "one head of EAGLE3, EAGLE"),
+        ({"speculative_draft_model_quantization": "fp8"}, "its drafter is quantized"),
+        ({"speculative_draft_model_path": "org/head"}, "(org/head) are not on this machine"),
+    ],
+)
+def test_servers_that_cannot_swap_for_all_ranks_say_why(start, capsys, info, message):
+    server = start(**info)
+    refused(server, capsys, message)
+    assert server.routes == []
+
+
+def test_every_rank_is_counted_and_a_part_is_rolled_back(start, capsys):
+    server = start(ranks=2)
+    server.lost_rank = 1
+    refused(server, capsys, "rolled back, not every rank took the new weights")
+    server.lost_rank = None
+    rank = server.ranks.pop()
+    refused(server, capsys, "1 of 2 ranks give checksums of their drafters")
+    server.ranks.append(rank)
+    assert swap(server, "--drafter", "b") == 0 and values(server) == [2.0, 2.0]
+
+
+def test_updates_that_fail_leave_the_old_head(start, capsys):
+    server = start()
+    server.refuses = "derived weight caches"
+    refused(server, capsys, "derived weight caches")
+    server.refuses = ""
+    server.version = "policy-7"
+    refused(server, capsys, "its weight_version is 'policy-7'")
+    server.version = "default"
+    # What a killed client leaves: SGLang's own words say how to go on.
+    server.begin_weight_update()
+    assert swap(server, "--drafter", "b") == 2
+    assert "call end_weight_update() first" in capsys.readouterr().err and values(server) == [1.0]
+    server.end_weight_update()
+    server.dies_at = "/update_weights_from_tensor"
+    assert swap(server, "--drafter", "b") == 2
+    assert "did not answer" in capsys.readouterr().err and values(server) == [1.0]
+
+
+def test_a_changed_target_is_said_aloud(start, capsys):
+    server = start()
+
+    def overwrite(rank):
+        rank.target["model.embed_tokens.weight"].zero_()
+
+    server.before_load = overwrite
+    assert swap(server, "--drafter", "b") == 2
+    assert "changed the target's weights" in capsys.readouterr().err
+
+
+def test_a_server_of_another_kind_is_told_apart(start, capsys):
+    server = start()
+    server.info = {"version": "0.32.0"}
+    assert swap(server) == 2
+    assert "has no route for swaps, and is not SGLang" in capsys.readouterr().err
