@@ -113,7 +113,8 @@ def check(new: HeadFiles, served: HeadFiles, shared: Iterable[str], vocabulary: 
                 f"folder={new.folder!r}: {key} would change the target, which shares it with the "
                 "head; serve heads without it"
             )
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        # 8-bit numbers have no isfinite of their own.
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
             raise SwapRefused(f"folder={new.folder!r}: {key} holds values that are not finite")
     offsets = new.tensors.get("d2t")
     if offsets is None or vocabulary is None:

@@ -250,6 +250,12 @@ def check_head(new: HeadFiles, started: HeadFiles, algorithm: str) -> None:
         started: what the server was started with. algorithm: of its speculation.
     """
     check(new, started, shared_parts(started.config, algorithm), None)
+    for name, tensor in new.tensors.items():
+        if tensor.is_floating_point() and tensor.element_size() == 1:
+            raise SwapRefused(
+                f"folder={new.folder!r}: SGLang's update does not read {name} of {tensor.dtype}; restart "
+                "the server with the new drafter"
+            )
     for name in _TOKEN_MAPS:
         if name in new.tensors and not new.tensors[name].equal(started.tensors[name]):
             raise SwapRefused(

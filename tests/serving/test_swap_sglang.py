@@ -189,6 +189,15 @@ def test_a_changed_target_is_said_aloud(start, capsys):
     assert "changed the target's weights" in capsys.readouterr().err
 
 
+def test_numbers_that_its_update_cannot_read_are_refused(start, heads, capsys):
+    for name in "ab":
+        small = {"scale": torch.ones(2).to(torch.float8_e4m3fn)}
+        write_head(heads / name, 1.0, small, **OWN_OUTPUT)
+    server = start()
+    refused(server, capsys, "does not read scale of torch.float8_e4m3fn")
+    assert server.routes == []
+
+
 def test_a_server_of_another_kind_is_told_apart(start, capsys):
     server = start()
     server.info = {"version": "0.32.0"}
