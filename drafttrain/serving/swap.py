@@ -50,6 +50,8 @@ class Swapper:
         UserError: not an address.
     """
 
+    form = "vllm"  # of the files that the server reads
+
     def __init__(self, server: str, variable: str = ""):
         self.url = server_address(server)
         self._requests = Requests(variable)
@@ -84,10 +86,6 @@ class Swapper:
                 f"server={self.url!r} did not answer ({bad}); ask which head serves: "
                 f"drafttrain swap --server {self.url}"
             ) from bad
-
-    def put(self, drafter: str, served: ServedDrafter) -> ServedDrafter:
-        """Swaps a head in, see `head_below`; returns what serves then. Raises as `ask`."""
-        return self.ask(head_below(drafter, served))
 
 
 def head_below(drafter: str, served: ServedDrafter, form: str = "vllm") -> Json:

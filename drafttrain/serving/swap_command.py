@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from drafttrain.data.failures import BadReply
-from drafttrain.errors import UserError
 from drafttrain.outcome import conclude
-from drafttrain.serving.swap import NoRoute, Swapper
+from drafttrain.serving.swap import NoRoute, Swapper, head_below
 from drafttrain.serving.swap_sglang import SglangSwapper
 
 
@@ -18,38 +16,24 @@ def run(args: argparse.Namespace) -> int:
         served = swapper.ask()
         if args.drafter:
             print(f"{swapper.url} serves {served['folder']}")
-            served = swapper.put(args.drafter, served)
+            served = swapper.ask(head_below(args.drafter, served, swapper.form))
     print(f"{swapper.url} serves {served['folder']} (sha256 {served['sha256'][:12]})")
     conclude({"served": served})
     return 0
 
 
 def swapper_of(server: str, variable: str) -> Swapper:
-    """What swaps the heads of a server, chosen by what the server answers.
+    """What swaps the heads of a server: by drafttrain's route where it is, else as in SGLang.
 
     Args:
         variable: environment variable of its API key; '' for none.
 
     Raises:
-        UserError: neither drafttrain's route in vLLM nor SGLang answers.
+        UserError: the server does not answer, or has a route that cannot swap.
     """
     vllm = Swapper(server, variable)
-    try:
+    with contextlib.suppress(NoRoute):
         vllm.ask()
-    except NoRoute:
-        vllm.close()
-    except BaseException:
-        vllm.close()
-        raise
-    else:
         return vllm
-    sglang = SglangSwapper(server, variable)
-    try:
-        sglang.info()
-    except BadReply as bad:
-        sglang.close()
-        raise UserError(
-            f"server={sglang.url!r} has no route for swaps, and is not SGLang ({bad}); start vLLM as "
-            "drafttrain export --swap-root DIR prints it"
-        ) from bad
-    return sglang
+    vllm.close()
+    return SglangSwapper(server, variable)

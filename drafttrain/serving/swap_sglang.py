@@ -18,7 +18,7 @@ import pickle
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
@@ -26,12 +26,11 @@ from drafttrain.data.failures import BadReply
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.inside_vllm.head_files import HeadFiles, SwapRefused, check, read_head
-from drafttrain.serving.swap import SECONDS, HeadRefused, ServedDrafter, Swapper, head_below
+from drafttrain.serving.swap import SECONDS, HeadRefused, ServedDrafter, Swapper
 
-OLDEST = "0.5.23"  # its sources were read; earlier releases load every tensor into the target too
+OLDEST = "0.5.23"  # the oldest release whose sources were read
 _ALGORITHMS = ("EAGLE3", "EAGLE")
 _NAME = "drafttrain"  # begins the server's weight_version after a swap; then digest and folder
-_MOST_BYTES = 2_000_000_000  # of a request
 _TOKEN_MAPS = ("d2t", "t2d")  # SGLang reads them when it starts
 
 
@@ -52,13 +51,12 @@ class _ModelInfo(TypedDict):
     weight_version: str
 
 
-class _Done(TypedDict):
-    success: bool
-    message: str
+class _Outcome(TypedDict):
+    success: bool  # a failure has the status 400 besides
 
 
 class _Rank(TypedDict):
-    checksums: dict[str, str]  # by the weight's name; the drafter's have its role in front
+    checksums: dict[str, str]  # by the weight's name
 
 
 class _Checked(TypedDict):
@@ -71,10 +69,7 @@ class SglangSwapper(Swapper):
     A swap waits until requests in flight have ended, and SGLang holds new ones meanwhile.
     """
 
-    def info(self) -> ServerInfo:
-        """How the server drafts. Raises BadReply: it is not SGLang."""
-        found = self._requests.json("GET", f"{self.url}/server_info", None, ServerInfo, SECONDS)
-        return found
+    form = "sglang"
 
     def ask(self, body: Json | None = None) -> ServedDrafter:
         """Which head serves, or after a swap will.
@@ -87,13 +82,16 @@ class SglangSwapper(Swapper):
             UserError: no answer, or a server that is not as before.
         """
         try:
-            info = self.info()
+            url = f"{self.url}/server_info"
+            info = self._requests.json("GET", url, None, ServerInfo, SECONDS)
             check_server(self.url, info)
+            # Heads come from the folder around the head that the server was started with.
             first = Path(str(info.get("speculative_draft_model_path"))).resolve()
             started = read_head(first, str(first))
             served = self._served(first, started)
             if body is None:
                 return served
+            # Bytes of the file's names and shapes may differ a little.
             folder = Path(served["root"], str(body["folder"]))
             new = read_head(folder, str(body["folder"]), started.size + 1_000_000)
             check_head(new, started, str(info.get("speculative_algorithm")))
@@ -106,12 +104,10 @@ class SglangSwapper(Swapper):
             ) from refused
         except BadReply as bad:
             raise UserError(
-                f"server={self.url!r} did not answer ({bad}); ask which head serves: "
+                f"server={self.url!r} has no route for swaps, or did not answer ({bad}); start vLLM as "
+                "drafttrain export --swap-root DIR prints it, or ask which head serves: "
                 f"drafttrain swap --server {self.url}"
             ) from bad
-
-    def put(self, drafter: str, served: ServedDrafter) -> ServedDrafter:
-        return self.ask(head_below(drafter, served, "sglang"))
 
     def _served(self, first: Path, started: HeadFiles) -> ServedDrafter:
         """The head that serves, by the server's weight_version.
@@ -139,30 +135,31 @@ class SglangSwapper(Swapper):
         Raises:
             SwapRefused: the old weights serve. UserError: they do not.
         """
-        before = self._checksums(ranks)
+        # Without the old head's files nothing could be put right.
+        old = read_head(Path(served["root"], served["folder"]), served["folder"])
+        target = self._checksums("target", ranks)
+        before = self._checksums("draft", ranks)
         failure = self._send(new, ranks)
-        target, drafter = _changed(before, self._checksums(ranks))
-        if True in target:
+        if self._checksums("target", ranks) != target:
             raise UserError(
                 f"server={self.url!r}: the update changed the target's weights, so its answers are others "
                 "now; restart it"
             )
-        if not failure and drafter == {True}:
+        after = self._checksums("draft", ranks)
+        kept = [now == then for now, then in zip(after, before, strict=True)]
+        if not any(kept) and not failure:
             return
-        reason = failure or "not every rank took the new weights"
-        if True not in drafter:
-            raise SwapRefused(failure or "no weight changed, so the server has these already")
-        try:
-            old = read_head(Path(served["root"], served["folder"]), served["folder"])
-            back = self._send(old, ranks)
-            if back or True in _changed(before, self._checksums(ranks))[1]:
-                raise SwapRefused(back or "other weights")
-        except SwapRefused as refused:
+        # A part of the ranks has the new weights: all get the old ones.
+        if not all(kept):
+            self._send(old, ranks)
+            kept = [self._checksums("draft", ranks) == before]
+        reason = failure or "not every rank took the new weights, or they serve already"
+        if not all(kept):
             raise UserError(
-                f"server={self.url!r} has weights of two heads ({reason}), and the old ones did not come "
-                f"back ({refused}); answers are right and slow until it is restarted"
-            ) from refused
-        raise SwapRefused(f"rolled back, {reason}")
+                f"server={self.url!r} has weights of two heads ({reason}); answers are right, but slow until "
+                "it is restarted"
+            )
+        raise SwapRefused(reason)
 
     def _send(self, head: HeadFiles, ranks: int) -> str:
         """Loads a head's weights into the drafter of every rank; returns what failed, '' for nothing.
@@ -170,18 +167,13 @@ class SglangSwapper(Swapper):
         Raises:
             SwapRefused: nothing was sent.
         """
-        content = payload(head.tensors)
-        if len(content) * ranks > _MOST_BYTES:
-            raise SwapRefused(
-                f"folder={head.folder!r} times {ranks} ranks is a request of {len(content) * ranks} bytes, "
-                f"more than {_MOST_BYTES}; restart the server with the new drafter"
-            )
         begun = self._act("begin_weight_update", {"selector": "draft"})
         if begun:
             raise SwapRefused(begun)
         body: Json = {
             "selector": "draft",
-            "serialized_named_tensors": [content] * ranks,
+            # Each rank reads its own entry; the loaders of weights cut out its part.
+            "serialized_named_tensors": [payload(head.tensors)] * ranks,
             # A flush that requests prevent would count as a failed update.
             "flush_cache": False,
             "weight_version": f"{_NAME}:{head.digest}:{head.folder}",
@@ -190,55 +182,45 @@ class SglangSwapper(Swapper):
         failure = self._act("end_weight_update", {}) or failure
         # The old head's keys of cached prefixes lower the acceptance only. The reply is no JSON.
         with contextlib.suppress(BadReply):
-            self._requests.json("POST", f"{self.url}/flush_cache", {}, _Done, SECONDS)
+            self._requests.json("POST", f"{self.url}/flush_cache", {}, _Outcome, SECONDS)
         return failure
 
     def _act(self, route: str, body: Json) -> str:
         """What a route of SGLang's says against a request; '' if it did it."""
         try:
-            done = self._requests.json("POST", f"{self.url}/{route}", body, _Done, SECONDS)
+            self._requests.json("POST", f"{self.url}/{route}", body, _Outcome, SECONDS)
         except BadReply as bad:
+            # Any other status says nothing about the update.
             if bad.reason != "HTTP 400":
                 raise
             return f"/{route} answers {bad.detail}"
-        return "" if done["success"] else f"/{route} answers {done['message']}"
+        return ""
 
-    def _checksums(self, ranks: int) -> list[_Rank]:
-        """Of all weights. Raises SwapRefused: not all ranks answer, or not for their drafters."""
-        body: Json = {"action": "checksum", "selector": "all"}
+    def _checksums(self, selector: str, ranks: int) -> list[_Rank]:
+        """Of the target's or the drafter's weights. Raises SwapRefused: not all ranks answer."""
+        body: Json = {"action": "checksum", "selector": selector}
         url = f"{self.url}/weights_checker"
         found = self._requests.json("POST", url, body, _Checked, SECONDS)["ranks"]
-        drafting = [rank for rank in found if any(map(_is_drafters, rank["checksums"]))]
-        if len(found) != ranks or len(drafting) != ranks:
-            raise SwapRefused(f"{len(drafting)} of {ranks} ranks give checksums of their drafters")
+        if len(found) != ranks:
+            raise SwapRefused(f"{len(found)} of {ranks} ranks give checksums of their weights")
         return found
 
 
 def check_server(url: str, info: ServerInfo) -> None:
     """Raises SwapRefused: SGLang cannot swap the server's drafter for all ranks or none."""
-    try:
-        is_old = Version(info["version"]) < Version(OLDEST)
-    except InvalidVersion:
-        is_old = True
+    algorithm = info.get("speculative_algorithm")
+    place = str(info.get("speculative_draft_model_path"))
     reason = ""
-    if is_old:
+    if Version(info["version"]) < Version(OLDEST):
         reason = f"it is SGLang {info['version']}, and swaps need {OLDEST}"
     elif info["dp_size"] * info["pp_size"] > 1:
         reason = "SGLang updates the drafter of one data-parallel and pipeline stage only"
-    elif info.get("speculative_algorithm") not in _ALGORITHMS or info.get(
-        "enable_multi_layer_eagle"
-    ):
-        reason = (
-            f"it drafts by {info.get('speculative_algorithm')}, and swaps are for one head of "
-            f"{', '.join(_ALGORITHMS)}"
-        )
+    elif algorithm not in _ALGORITHMS or info.get("enable_multi_layer_eagle"):
+        reason = f"it drafts by {algorithm}, and swaps are for one head of {', '.join(_ALGORITHMS)}"
     elif info.get("speculative_draft_model_quantization"):
         reason = "its drafter is quantized, and would draft from unpacked weights during the update"
-    elif not Path(str(info.get("speculative_draft_model_path"))).is_dir():
-        reason = (
-            f"the files of its head ({info.get('speculative_draft_model_path')}) are not on this machine, so "
-            "another one cannot be compared with them"
-        )
+    elif not Path(place).is_dir():
+        reason = f"the files of its head ({place}) are not on this machine to compare others with"
     if reason:
         raise SwapRefused(f"{reason}; restart {url} with the new drafter")
 
@@ -250,18 +232,18 @@ def check_head(new: HeadFiles, started: HeadFiles, algorithm: str) -> None:
         started: what the server was started with. algorithm: of its speculation.
     """
     check(new, started, shared_parts(started.config, algorithm), None)
+    # Their storages pickle in a way that SGLang's unpickler does not know.
     for name, tensor in new.tensors.items():
         if tensor.is_floating_point() and tensor.element_size() == 1:
             raise SwapRefused(
                 f"folder={new.folder!r}: SGLang's update does not read {name} of {tensor.dtype}; restart "
                 "the server with the new drafter"
             )
-    for name in _TOKEN_MAPS:
-        if name in new.tensors and not new.tensors[name].equal(started.tensors[name]):
-            raise SwapRefused(
-                f"folder={new.folder!r} keeps other tokens ({name}) than the head that the server was "
-                "started with, and SGLang reads them at the start only"
-            )
+    if "d2t" in new.tensors and not new.tensors["d2t"].equal(started.tensors["d2t"]):
+        raise SwapRefused(
+            f"folder={new.folder!r} keeps other tokens (d2t) than the head that the server was started "
+            "with, and SGLang reads them at the start only"
+        )
 
 
 def shared_parts(config: Mapping[str, object], algorithm: str) -> Set[str]:
@@ -279,21 +261,3 @@ def payload(tensors: Mapping[str, Tensor]) -> str:
     """
     sent = [(name, tensor) for name, tensor in tensors.items() if name not in _TOKEN_MAPS]
     return base64.b64encode(pickle.dumps(sent)).decode()
-
-
-def _is_drafters(name: str) -> bool:
-    return name.startswith(("draft.", "draft_"))
-
-
-def _changed(before: list[_Rank], after: list[_Rank]) -> tuple[set[bool], set[bool]]:
-    """Whether weights changed, over all ranks: of the target, and of the drafter."""
-    target = set()
-    drafter = set()
-    for old, new in zip(before, after, strict=True):
-        changed = {
-            name for name, value in new["checksums"].items() if old["checksums"][name] != value
-        }
-        drafters = {name for name in changed if _is_drafters(name)}
-        target.add(changed != drafters)
-        drafter.add(bool(drafters))
-    return target, drafter
