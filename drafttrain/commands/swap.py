@@ -19,7 +19,7 @@ def swap(
     drafter: Name | Path = "",
     api_key_env: str | None = None,
 ) -> Json:
-    """Put another head in the place of the one that a vLLM server drafts with, while it serves.
+    """Put another head in the place of the one that a vLLM or SGLang server drafts with.
 
     ```
     drafttrain swap --server http://127.0.0.1:8000 --drafter runs/drafter-adapted/current
@@ -27,15 +27,17 @@ def swap(
     drafttrain swap --server http://127.0.0.1:8000      # which head serves
     ```
 
-    No request is lost and no text changes: a head only proposes. The server reads the head from a
-    folder below its root, checks tensors, settings, target ids and digest against the head that
-    serves, and loads it between two steps. What does not fit is refused in one line, and the old
-    head serves on. `drafttrain export --swap-root DIR` prints how to start such a server.
+    The server goes on serving: no request is lost and no text changes, for a head only proposes.
+    vLLM reads the head from a folder below its root, checks tensors, settings, target ids and digest
+    against the head that serves, and loads it between two steps; `drafttrain export --swap-root DIR`
+    prints how to start such a server. SGLang gets the head over its own routes, and the checks are
+    made here. What does not fit is refused in one line, and the old head serves on.
 
     Args:
         server: http://HOST:PORT, with or without /v1
-        drafter: an export below the server's root, or its name there; a trained drafter's folder is
-            exported into the root first (default: only say which head serves)
+        drafter: an export below the server's root (SGLang: the folder around the head that it was
+            started with), or its name there; a trained drafter's folder is exported into the root
+            first (default: only say which head serves)
         api_key_env: environment variable with the server's API key, if it wants one
     """
-    return result_of("serving.swap", locals())
+    return result_of("serving.swap_command", locals())

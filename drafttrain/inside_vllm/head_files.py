@@ -87,12 +87,12 @@ def read_head(folder: Path, name: str, most: int | None = None) -> HeadFiles:
     return HeadFiles(name, config, tensors, digest.hexdigest(), size)
 
 
-def check(new: HeadFiles, served: HeadFiles, shared: Iterable[str], vocabulary: int) -> None:
+def check(new: HeadFiles, served: HeadFiles, shared: Iterable[str], vocabulary: int | None) -> None:
     """Compares a head with the served one.
 
     Args:
         shared: names of the parts that are the target's own, such as embed_tokens.
-        vocabulary: number of the target's tokens.
+        vocabulary: number of the target's tokens; None where the served head's d2t stays.
 
     Raises:
         SwapRefused: it differs in more than its values, or its values would end the engine or
@@ -113,10 +113,11 @@ def check(new: HeadFiles, served: HeadFiles, shared: Iterable[str], vocabulary: 
                 f"folder={new.folder!r}: {key} would change the target, which shares it with the "
                 "head; serve heads without it"
             )
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        # 8-bit numbers have no isfinite of their own.
+        if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
             raise SwapRefused(f"folder={new.folder!r}: {key} holds values that are not finite")
     offsets = new.tensors.get("d2t")
-    if offsets is None:
+    if offsets is None or vocabulary is None:
         return
     # A token outside of the vocabulary ends the engine at the next draft.
     ids = torch.arange(len(offsets)) + offsets  # [d] token ids of the target

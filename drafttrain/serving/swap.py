@@ -1,13 +1,11 @@
-"""`drafttrain swap`: asks a vLLM server to put another head in the place of the one that serves.
+"""Asks a vLLM server to put another head in the place of the one that serves.
 
 The server needs drafttrain's route (inside_vllm/). It reads the head itself, from a folder below
-its root; only the folder's name and the digest of the files are sent.
+its root; only the folder's name and the digest of the files are sent. swap_sglang.py asks SGLang.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 from pathlib import Path
 
 from typing_extensions import TypedDict
@@ -20,14 +18,13 @@ from drafttrain.export.export_drafter import export
 from drafttrain.files import Json
 from drafttrain.inside_vllm.head_files import SwapRefused, read_head
 from drafttrain.inside_vllm.swap_route import PATH
-from drafttrain.outcome import conclude
 from drafttrain.target import resolve_dtype
 
-_SECONDS = 600.0  # a swap waits for a step, and large heads are read from a disk
+SECONDS = 600.0  # a swap waits for a step, and large heads are read from a disk
 
 
 class ServedDrafter(TypedDict):
-    """The head that serves, as the route says it."""
+    """The head that serves, as the server says it."""
 
     folder: str
     sha256: str
@@ -39,20 +36,12 @@ class HeadRefused(UserError):
     """A head that the server does not take. The old one serves on."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the command. Raises UserError: no server with the route, or a refused head."""
-    with contextlib.closing(Swapper(args.server, args.api_key_env or "")) as swapper:
-        served = swapper.ask()
-        if args.drafter:
-            print(f"{swapper.url} serves {served['folder']}")
-            served = swapper.ask(head_below(args.drafter, served))
-    print(f"{swapper.url} serves {served['folder']} (sha256 {served['sha256'][:12]})")
-    conclude({"served": served})
-    return 0
+class NoRoute(UserError):
+    """A server without drafttrain's route."""
 
 
 class Swapper:
-    """Swaps heads of one server.
+    """Swaps heads of one vLLM server.
 
     Args:
         server: its address. variable: environment variable of its API key; '' for none.
@@ -60,6 +49,8 @@ class Swapper:
     Raises:
         UserError: not an address.
     """
+
+    form = "vllm"  # of the files that the server reads
 
     def __init__(self, server: str, variable: str = ""):
         self.url = server_address(server)
@@ -80,10 +71,10 @@ class Swapper:
         """
         method = "POST" if body else "GET"
         try:
-            return self._requests.json(method, self.url + PATH, body, ServedDrafter, _SECONDS)
+            return self._requests.json(method, self.url + PATH, body, ServedDrafter, SECONDS)
         except BadReply as bad:
             if bad.reason == "HTTP 404":
-                raise UserError(
+                raise NoRoute(
                     f"server={self.url!r} has no route for swaps; start it as drafttrain export "
                     "--swap-root DIR prints it"
                 ) from bad
@@ -97,10 +88,11 @@ class Swapper:
             ) from bad
 
 
-def head_below(drafter: str, served: ServedDrafter) -> Json:
+def head_below(drafter: str, served: ServedDrafter, form: str = "vllm") -> Json:
     """The body of a swap's request.
 
     Args:
+        form: of the server's files.
         drafter: a folder below the server's root, or its name there; or a trained drafter, which is
             exported into the root.
 
@@ -119,7 +111,7 @@ def head_below(drafter: str, served: ServedDrafter) -> Json:
         if root not in folder.parents:
             trained = find_drafter(str(folder))
             folder = root / folder.name
-            export(trained, "vllm", folder, resolve_dtype(served["dtype"]), trained.target_name)
+            export(trained, form, folder, resolve_dtype(served["dtype"]), trained.target_name)
         digest = read_head(folder, drafter).digest
     except (UserError, SwapRefused) as error:
         raise HeadRefused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import tomllib
 import torch
 
 from drafttrain.cli import main
+from drafttrain.formats import weights
 from drafttrain.inside_vllm.head_files import ROOT, SwapRefused, read_head
 from drafttrain.inside_vllm.swap_route import DrafterSwapRoute, check_address
 from drafttrain.inside_vllm.swap_worker import EXTENSION, shared_parts
@@ -80,19 +82,19 @@ def test_nothing_changes_unless_every_worker_has_the_head(heads):
 
 def test_damaged_files_are_refused(heads):
     route = route_of(heads / "a")
-    weights = heads / "b" / "model.safetensors"
-    whole = weights.read_bytes()
+    saved = heads / "b" / "model.safetensors"
+    whole = saved.read_bytes()
     for content in (whole[:-5], b"\xff" * 9, b""):
-        weights.write_bytes(content)
+        saved.write_bytes(content)
         refused(route, "damaged file")
-    weights.write_bytes(whole + bytes(3_000_000))
+    saved.write_bytes(whole + bytes(3_000_000))
     refused(route, "bytes, more than")
-    weights.unlink()
+    saved.unlink()
     refused(route, "has no model.safetensors")
-    os.mkfifo(weights)
+    os.mkfifo(saved)
     refused(route, "has no model.safetensors")
-    weights.unlink()
-    weights.symlink_to("/etc/passwd")
+    saved.unlink()
+    saved.symlink_to("/etc/passwd")
     refused(route, "leads out of the server's root")
 
 
@@ -169,10 +171,29 @@ def test_clients_that_leave_and_swaps_at_once_do_not_disturb_a_swap(heads):
     assert asyncio.run(ask()) == ["a", "b", "a"] and route.heads[0].loads == 6
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dflash",
+        "dflash2",
+        "dspark",
+        "mtp",
+        "medusa",
+        "mlp_speculator",
+        "draft_model",
+        "ngram",
+        "suffix",
+    ],
+)
+def test_other_ways_to_draft_are_refused(heads, method):
+    route = route_of(heads / "a")
+    route.workers[:] = [worker_of(heads / "a", method)]
+    refused(route, f"the server drafts by {method}, and swaps are proven for eagle3, eagle")
+
+
 def test_servers_that_cannot_swap_say_why(heads, monkeypatch):
-    refused(
-        route_of(heads / "a", data_parallel_size=2), "data and pipeline parallel servers cannot"
-    )
+    for sizes in ({"data_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        refused(route_of(heads / "a", **sizes), "data and pipeline parallel servers cannot")
     refused(route_of(heads / "a", world_size=2), "1 of 2 workers answer")
     route = route_of(heads / "a")
     for worker, message in (
@@ -221,6 +242,26 @@ def test_the_command_swaps_and_says_what_is_refused(
     for route.away, message in (("HTTP 404", "no route for swaps"), ("x", "did not answer (x)")):
         assert main(words) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_old_head_and_no_part_of_the_new_one(
+    heads,
+    capsys,
+    monkeypatch,
+):
+    route = route_of(heads / "a")
+    serve(route, monkeypatch)
+
+    def full(tensors, path, metadata=None):
+        Path(path).write_bytes(b"part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(weights, "save_file", full)
+    words = ["swap", "--server", "http://127.0.0.1:8000", "--drafter", str(DRAFTERS / "eagle3")]
+    assert main(words) == 2
+    assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+    assert {path.name for path in heads.iterdir() if not path.name.startswith(".")} == {"a", "b"}
+    assert post(route)["folder"] == "b"
 
 
 def test_a_recipe_has_the_flags_that_swaps_need(tmp_path, capsys):

@@ -15,6 +15,8 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load, save_file
+from scipy import stats
+from torch import Tensor
 
 from drafttrain.cli import main
 from drafttrain.drafters.shipping import shipping
@@ -32,8 +34,13 @@ PROMPTS = tiny_prompts(8)
 SETTINGS = (
     "--dtype float32 --max-model-len 512 --enforce-eager --host 127.0.0.1 --worker-extension-cls"
 )
-# What an installation of the package adds to vLLM's environment.
-POINT = "[vllm.endpoint_plugins]\ndrafttrain_swap = drafttrain.inside_vllm.swap_route:DrafterSwapRoute\n"
+# What an installation of the package adds to vLLM's environment, and what mends vLLM on CPUs.
+POINTS = """[vllm.endpoint_plugins]
+drafttrain_swap = drafttrain.inside_vllm.swap_route:DrafterSwapRoute
+[vllm.general_plugins]
+mend_vllm = tests.serving.mend_vllm:mend
+"""
+SAMPLES = 4096
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set")]
 
 
@@ -48,7 +55,7 @@ class SwapServer(EngineServer):
         place: Path,
         kind: str,
     ):
-        target = tiny_target(place / "target")
+        self.target = target = tiny_target(place / "target")
         self.exact = [generate(target, None, it, max_new_tokens=48).tokens for it in PROMPTS]
         (trained,) = shipped_drafters(target, PROMPTS, 48, place / "drafters", only=(kind,))
         self.root = place / "heads"
@@ -61,10 +68,10 @@ class SwapServer(EngineServer):
         info = place / "drafttrain-0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: drafttrain\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(POINT)
+        (info / "entry_points.txt").write_text(POINTS)
         self.variables = {
             "PYTHONPATH": f"{PROJECT}:{place}",
-            "VLLM_PLUGINS": "drafttrain_swap",
+            "VLLM_PLUGINS": "drafttrain_swap,mend_vllm",
             ROOT: str(self.root),
             "VLLM_API_KEY": "key-of-tests",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -94,6 +101,22 @@ class SwapServer(EngineServer):
         assert all(self.is_exact(number) for number in range(len(PROMPTS)))
         after = parse_metrics(self.client.get("/metrics").text)
         return speculation(before, after)["accepted_length"]
+
+    def sampled(self) -> list[list[int]]:
+        """64 answers of two tokens, at temperature 0.5. The first comes from the prefill, the second from a draft."""
+        body = {"model": self.model, "prompt": PROMPTS[0], "max_tokens": 2, "temperature": 0.5}
+        body |= {"n": 64, "ignore_eos": True, "return_token_ids": True}
+        reply = self.client.post("/v1/completions", json=body)
+        return [choice["token_ids"] for choice in reply.json()["choices"]]
+
+    def chances(self, temperature: float) -> Tensor:
+        """Exact probabilities of an answer's two tokens, [vocabulary, vocabulary] float32."""
+        tokens = range(self.target.vocab_size)
+        rows = torch.tensor([[*PROMPTS[0], token] for token in tokens])
+        with torch.no_grad():
+            logits = self.target.model(rows).logits[:, -2:] / temperature
+        likely = logits.softmax(-1)
+        return likely[0, 0, :, None] * likely[:, 1]
 
     def swap(self, folder: str) -> httpx.Response:
         return self.client.post("/v1/drafter", json={"folder": folder})
@@ -170,6 +193,33 @@ def test_swaps_under_load_lose_no_request_and_change_no_text(vllm):
     for thread in streams:
         thread.join()
     assert found == [True] * len(found) and len(found) >= 8
+
+
+def fits(seen: Tensor, chances: Tensor) -> float:
+    """p of a chi-square test; cells that expect fewer than 5 are one cell."""
+    total = float(seen.sum())
+    expected = chances.flatten().double() * total
+    often = expected >= 5
+    found = seen.flatten()[often].tolist()
+    wanted = expected[often].tolist()
+    assert len(found) > 50
+    found.append(total - sum(found))
+    wanted.append(total - sum(wanted))
+    return float(stats.chisquare(found, wanted).pvalue)
+
+
+def test_sampled_answers_keep_their_distribution_across_swaps(vllm):
+    exact = vllm.chances(0.5)
+    seen = torch.zeros_like(exact)
+    for number in range(SAMPLES // 64):
+        swap = threading.Thread(target=vllm.swap, args=("ca"[number % 2],))
+        swap.start()
+        for first, second in vllm.sampled():
+            seen[first, second] += 1
+        swap.join()
+    assert fits(seen, exact) > 1e-4
+    # So many answers tell another temperature apart.
+    assert fits(seen, vllm.chances(0.6)) < 1e-6
 
 
 @pytest.mark.parametrize("vllm", ["eagle1"], indirect=True)
