@@ -27,7 +27,7 @@ from typing_extensions import NotRequired, TypedDict
 from drafttrain.data.chat import ChatInputs
 from drafttrain.data.masks import answer_record
 from drafttrain.data.row_formats import parse_row
-from drafttrain.errors import UserError, reason_of
+from drafttrain.errors import UserError, reason_of, shown
 from drafttrain.files import Json, append_line, check_json, parse_line
 from drafttrain.inference.sequence import Generation
 from drafttrain.target import Target
@@ -166,6 +166,7 @@ def read_answer(
             raise UserError(
                 f"token {max(tokens)} is outside the target's vocabulary of {target.vocab_size}; give its log"
             )
+        _check_text(choice, target)
     else:
         tokens, start = _rendered(request, choice, target, kwargs)
     if min(len(tokens), most) - start < 2:
@@ -174,6 +175,21 @@ def read_answer(
         )
     accepted = float(row.get("accepted_length") or 0)
     return LoggedAnswer(tokens[:most], start, accepted)
+
+
+def _check_text(choice: Json, target: Target) -> None:
+    """Raises UserError: ids of another tokenizer, where the reply has the text beside them."""
+    text = (choice.get("message") or {}).get("content")
+    if not isinstance(text, str):
+        return
+    said = "".join(text.split()).rstrip("\ufffd")  # the limit may cut a character
+    meant = "".join(target.tokenizer.decode(choice["token_ids"]).split())
+    # Reasoning, stop strings and tool calls are left out of the text.
+    if said not in meant:
+        raise UserError(
+            f"token_ids say {shown(meant)} to the target's tokenizer, and the text is {shown(text)}; "
+            "give the target's own log"
+        )
 
 
 def _rendered(
