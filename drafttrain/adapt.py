@@ -431,6 +431,9 @@ class Adapter:
         """Whether there are enough new answers to train on and to judge by, and twice the time that
         judging takes.
         """
+        # A single look at the server gives no samples.
+        if self.watch is not None and self.watch.waits and not self.args.once:
+            return False
         judges = sum(it["held"] for it in self.answers)
         others = sum(_is_new(it) for it in self.answers)
         # Fewer judges than FEWEST give no interval.
@@ -538,7 +541,7 @@ class Adapter:
         if record["verdict"] != "better":
             return
         if self.watch.bring(self.output / record["version"]):
-            self.watch.begin(before)
+            self.state.watched.begin(before)
             return
         self._link(before)
         self.state.trial = record["version"]
@@ -578,12 +581,13 @@ class Adapter:
             **self.watch.figures(),
         }
         number = (self.output / CURRENT).resolve().name.removeprefix("version-")
+        found["served_version"] = 0
         if number.isdecimal():  # the first drafter has none
             found["served_version"] = int(number)
         if state.rounds:
             last = state.rounds[-1]
-            found["round_before"] = last["before"]
-            found["round_after"] = last["after"]
+            for key in ("before", "after"):
+                found[f"round_{key}"] = last[key]
             found["round_ratio_low"] = last["interval"][0]
         return found
 

@@ -102,8 +102,9 @@ class Watch:
                 )
         # Lines of the journal by kind, which a page of figures has from the beginning.
         self.events = Counter(dict.fromkeys(_COUNTED, 0))
-        if (output / JOURNAL).exists():
-            self.events.update(row["event"] for row in read_journal(str(output / JOURNAL)))
+        path = output / JOURNAL
+        if path.exists():
+            self.events.update(row["event"] for row in read_journal(str(path)))
         self.note("start")
 
     def close(self) -> None:
@@ -139,27 +140,29 @@ class Watch:
 
     def _note_served(self, version: str) -> None:
         """Notes the samples since the last note: of a new version soon, later every few minutes."""
-        is_new = len(self.watched.samples) < _PROVEN
-        if self._fresh < _TRIAL or not (is_new or time.time() > self._when + _PAUSE):
+        samples = self.watched.samples
+        # Samples before the last swap are gone.
+        fresh = min(self._fresh, len(samples))
+        is_new = len(samples) < _PROVEN
+        if fresh < _TRIAL or not (is_new or time.time() > self._when + _PAUSE):
             return
-        samples = self.watched.samples[-self._fresh :]
         self.note(
             "served",
             version=version,
-            served_accepted_length=round(fmean(samples), 4),
-            samples=len(samples),
+            served_accepted_length=round(fmean(samples[-fresh:]), 4),
+            samples=fresh,
         )
         self._fresh = 0
         self._when = time.time()
 
+    @property
+    def waits(self) -> bool:
+        """Whether so little is known of what serves that a new version could not be compared with it."""
+        return bool(self._mark) and len(self.watched.samples) < _TRIAL
+
     async def _page(self) -> Samples:
         async with httpx.AsyncClient(timeout=10.0) as client:
             return await read_metrics(client, self._metrics)
-
-    def begin(self, previous: Path) -> None:
-        """A new version serves from now on; see `Watched.begin`."""
-        self._fresh = 0
-        self.watched.begin(previous)
 
     def add(self, length: float) -> None:
         """Takes a sample."""
@@ -192,7 +195,6 @@ class Watch:
         watched.previous = ""
         if back is not None:
             watched.samples = []
-            self._fresh = 0
         return back
 
     def bring(self, folder: Path) -> bool:
@@ -232,11 +234,9 @@ class Watch:
         found = {"server_away": float(self._is_away)}
         for event in _COUNTED:
             found[f"{event}_total"] = self.events[event]
-        # All versions have one shape, so their passes cost the same: the first one is 1.
-        found["speedup_over_first"] = 1.0
         if self.watched.samples:
             length = fmean(self.watched.samples)
             found["served_accepted_length"] = length
-            if self.watched.first:
-                found["speedup_over_first"] = length / self.watched.first
+            # All versions have one shape, so their passes cost the same.
+            found["speedup_over_first"] = length / (self.watched.first or length)
         return found

@@ -166,7 +166,14 @@ def read_answer(
             raise UserError(
                 f"token {max(tokens)} is outside the target's vocabulary of {target.vocab_size}; give its log"
             )
-        _check_text(choice, target)
+        text = (choice.get("message") or {}).get("content")
+        meant = target.tokenizer.decode(choice["token_ids"])
+        # Reasoning, stop strings and tool calls are left out of the text.
+        if isinstance(text, str) and "".join(text.split()) not in "".join(meant.split()):
+            raise UserError(
+                f"token_ids say {shown(meant)} to the target's tokenizer, and the text is {shown(text)}; "
+                "give the target's own log"
+            )
     else:
         tokens, start = _rendered(request, choice, target, kwargs)
     if min(len(tokens), most) - start < 2:
@@ -175,21 +182,6 @@ def read_answer(
         )
     accepted = float(row.get("accepted_length") or 0)
     return LoggedAnswer(tokens[:most], start, accepted)
-
-
-def _check_text(choice: Json, target: Target) -> None:
-    """Raises UserError: ids of another tokenizer, where the reply has the text beside them."""
-    text = (choice.get("message") or {}).get("content")
-    if not isinstance(text, str):
-        return
-    said = "".join(text.split()).rstrip("\ufffd")  # the limit may cut a character
-    meant = "".join(target.tokenizer.decode(choice["token_ids"]).split())
-    # Reasoning, stop strings and tool calls are left out of the text.
-    if said not in meant:
-        raise UserError(
-            f"token_ids say {shown(meant)} to the target's tokenizer, and the text is {shown(text)}; "
-            "give the target's own log"
-        )
 
 
 def _rendered(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from statistics import fmean
@@ -45,7 +44,7 @@ def journal_chart(journal: list[Json], number: int) -> Chart:
     """
     served = [row for row in journal if row["event"] == "served"]
     # Each point is the mean of as many lines; the last one may have fewer.
-    together = max(math.ceil(len(served) / _POINTS), 1)
+    together = len(served) // _POINTS + 1
     labels = []
     values = []
     marks = []
@@ -76,9 +75,9 @@ def journal_section(journal: list[Json]) -> Json:
     for row in journal:
         if row["event"] != "served":
             others = [key for key in row if key not in ("time", "event", "version")]
-            figures = ", ".join(f"{key.replace('_', ' ')} {row[key]}" for key in others)
+            figures = [f"{key} {row[key]}" for key in others]
             when = _clock(row["time"], "%Y-%m-%d %H:%M:%S")
-            rows.append((when, row["event"], row.get("version", ""), figures))
+            rows.append((when, row["event"], row.get("version", ""), ", ".join(figures)))
     return {"rows": rows[-_ROWS:], "left_out": max(len(rows) - _ROWS, 0)}
 
 

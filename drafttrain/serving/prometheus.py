@@ -45,7 +45,9 @@ class FiguresPage:
             kind = "gauge"
             if name.endswith("_total"):
                 kind = "counter"
-            metric = self._client.Metric(_PREFIX + name, "see docs/how-to/adapt.md", kind)
+            # The ending is of the sample, not of the metric.
+            family = _PREFIX + name.removesuffix("_total")
+            metric = self._client.Metric(family, "see docs/how-to/adapt.md", kind)
             metric.add_sample(_PREFIX + name, {}, value)
             yield metric
 
