@@ -407,7 +407,7 @@ class Adapter:
             failure = self.state.failures[-1]
             reason = f"{failure['line']}: {failure['reason']}"
             print(f"most new lines of the log cannot be used; the last one, {reason}", flush=True)
-            if self.watch is not None:
+            if self.watch:
                 self.watch.note("unusable", reason=reason)
         self.complains = is_most
 
@@ -432,7 +432,7 @@ class Adapter:
         judging takes.
         """
         # A single look at the server gives no samples.
-        if self.watch is not None and self.watch.waits and not self.args.once:
+        if self.watch and self.watch.waits and not self.args.once:
             return False
         judges = sum(it["held"] for it in self.answers)
         others = sum(_is_new(it) for it in self.answers)

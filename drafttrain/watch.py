@@ -104,7 +104,8 @@ class Watch:
         self.events = Counter(dict.fromkeys(_COUNTED, 0))
         path = output / JOURNAL
         if path.exists():
-            self.events.update(row["event"] for row in read_journal(str(path)))
+            for row in read_journal(str(path)):
+                self.events[row["event"]] += 1
         self.note("start")
 
     def close(self) -> None:
@@ -127,7 +128,7 @@ class Watch:
         """Reads the server's counters, takes a sample after every so many drafts, and notes now and
         then what the version that serves has.
         """
-        if self.swapper is not None:
+        if self.swapper:
             page = asyncio.run(self._page())
             drafts = increase(self._mark, page, "drafts")
             # A server that was started again counts from 0.

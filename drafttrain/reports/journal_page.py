@@ -74,8 +74,10 @@ def journal_section(journal: list[Json]) -> Json:
     rows = []
     for row in journal:
         if row["event"] != "served":
-            others = [key for key in row if key not in ("time", "event", "version")]
-            figures = [f"{key} {row[key]}" for key in others]
+            figures = []
+            for key, value in row.items():
+                if key not in ("time", "event", "version"):
+                    figures.append(f"{key} {value}")
             when = _clock(row["time"], "%Y-%m-%d %H:%M:%S")
             rows.append((when, row["event"], row.get("version", ""), ", ".join(figures)))
     return {"rows": rows[-_ROWS:], "left_out": max(len(rows) - _ROWS, 0)}

@@ -32,12 +32,13 @@ class FiguresPage:
         registry.register(self)
         host, _, port = address.rpartition(":")
         try:
-            started = self._client.start_http_server(int(port), host or "127.0.0.1", registry)
+            self._server, _ = self._client.start_http_server(
+                int(port), host or "127.0.0.1", registry
+            )
         except (OSError, ValueError, OverflowError) as error:
             raise UserError(
                 f"metrics={address!r} cannot be listened to ({reason_of(error)}); give PORT or HOST:PORT"
             ) from error
-        self._server = started[0]
 
     def collect(self) -> Iterator[Metric]:
         """The figures of now, as prometheus_client asks for them."""
