@@ -102,10 +102,13 @@ class Held:
     def __init__(self, rows: list[Json], target: Target, like: Drafter, most: int):
         # Indices are those of the data set, so each has its own cache.
         self.source = TargetSource(target, like.feature_layers, like.kept_ids, limit_bytes=2e9)
+        self.device = target.device
         self.rows = rows
         self.most = most
 
     def replay(self, drafter: Drafter) -> list[ReplayedRow]:
+        if not hasattr(drafter, "device"):  # n-grams
+            drafter.device = self.device
         return replayed_rows(drafter, self.rows, self.source, TreeSpec.parse(SPEC), self.most)
 
 

@@ -388,8 +388,8 @@ def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     _scale(axes, chart, colors)
     for place, text in chart.marks:
         axes.axvline(place, color=colors["muted"], linewidth=1, linestyle=(0, (3, 2)))
-        # In the upper margin, along the line.
-        axes.text(place, axes.get_ylim()[1], text, rotation=90, va="top", ha="right", fontsize=7)
+        # Along the line, where few curves are.
+        axes.text(place, 0, text, rotation=90, va="bottom", ha="right", fontsize=7)
     if chart.reference is not None:
         axes.axhline(
             chart.reference,
