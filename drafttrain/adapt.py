@@ -54,6 +54,7 @@ from drafttrain.folders import PARTIAL, OutputFolder, check_folder, inputs_of
 from drafttrain.losses import parse_loss
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
+from drafttrain.serving.prometheus import FiguresPage
 from drafttrain.states.served import Served
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, load_shell
@@ -186,6 +187,7 @@ class Adapter:
         # Rows per forward of the target, as they are read.
         self.source.online.together = _FORWARD_ROWS
         self.watch: Watch | None = None
+        self.complains = False  # that most of the newest lines cannot be used
         # Another sequence than before a restart, which went on from another version.
         self.random = random.Random(f"{args.seed} {self.state.number}")
         self.earlier = self._first_data()
@@ -355,6 +357,7 @@ class Adapter:
         # So many lines at once that a long log is read in several steps, each of which is saved.
         lines, passed_over = reader.read(8 * every)
         before = state.fresh
+        unusable = state.unusable
         for where, path, line in lines:
             try:
                 found = read_answer(
@@ -390,12 +393,23 @@ class Adapter:
             )
             self.answers.append(made)
         if lines:
+            self._complain(2 * (state.unusable - unusable) > len(lines))
             state.places = reader.places
             state.passed_over += passed_over
             self._bound()
             self.account()
             self.save()
         return state.fresh - before
+
+    def _complain(self, is_most: bool) -> None:
+        """Says it once when most of the newest lines cannot be used, as of another target's log."""
+        if is_most and not self.complains:
+            failure = self.state.failures[-1]
+            reason = f"{failure['line']}: {failure['reason']}"
+            print(f"most new lines of the log cannot be used; the last one, {reason}", flush=True)
+            if self.watch:
+                self.watch.note("unusable", reason=reason)
+        self.complains = is_most
 
     def _bound(self) -> None:
         """Keeps the newest answers and, of earlier ones, a random part."""
@@ -417,6 +431,9 @@ class Adapter:
         """Whether there are enough new answers to train on and to judge by, and twice the time that
         judging takes.
         """
+        # A single look at the server gives no samples.
+        if self.watch and self.watch.waits and not self.args.once:
+            return False
         judges = sum(it["held"] for it in self.answers)
         others = sum(_is_new(it) for it in self.answers)
         # Fewer judges than FEWEST give no interval.
@@ -538,11 +555,10 @@ class Adapter:
             return
         served = (self.output / CURRENT).resolve()
         self.watch.bring(served)
-        self.watch.sample()
+        self.watch.sample(served.name)
         before = self.watch.falls(served.name)
         if before is None:
             return
-        self.state.watched.samples = []
         self._link(before)
         # Training goes on from what serves.
         self.state.trial = ""
@@ -551,6 +567,29 @@ class Adapter:
         self.watch.bring(before)
         self.save()
         print(f"{served.name} falls below {before.name}, which serves again", flush=True)
+
+    def figures(self) -> dict[str, float]:
+        """What Prometheus gets, by name: the watcher's figures, the log, the cost, the last round."""
+        assert self.watch is not None
+        state = self.state
+        found = {
+            "lines_read_total": state.read,
+            "lines_unusable_total": state.unusable,
+            "lines_passed_over_total": state.passed_over,
+            "work_seconds_total": state.spent,
+            "allowance_seconds": state.allowance,
+            **self.watch.figures(),
+        }
+        number = (self.output / CURRENT).resolve().name.removeprefix("version-")
+        found["served_version"] = 0
+        if number.isdecimal():  # the first drafter has none
+            found["served_version"] = int(number)
+        if state.rounds:
+            last = state.rounds[-1]
+            for key in ("before", "after"):
+                found[f"round_{key}"] = last[key]
+            found["round_ratio_low"] = last["interval"][0]
+        return found
 
     def _judges(self) -> list[_Answer]:
         """The newest held-out answers: those since the last round, and of earlier ones a half."""
@@ -734,6 +773,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.server and not args.watch:
         raise UserError(f"server={args.server!r} goes with --watch; give that too, or drop it")
+    if args.metrics and not args.watch:
+        raise UserError(f"metrics={args.metrics!r} goes with --watch; give that too, or drop it")
     place = args.output or f"{str(first).rstrip('/')}-adapted"
     check_folder(place, "adapt", inputs_of(args))
     with contextlib.suppress(OSError):
@@ -750,6 +791,8 @@ def run(args: argparse.Namespace) -> int:
             watch = Watch(args.server, args.api_key_env or "", output.path, state.watched)
             closing.callback(watch.close)
             adapter.watch = watch
+            if args.metrics:
+                closing.callback(FiguresPage(args.metrics, adapter.figures).close)
         print(f"serve {output.path / CURRENT}; following {log}", flush=True)
         ran = []
         while True:

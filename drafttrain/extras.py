@@ -17,6 +17,7 @@ EXTRAS = {
     "gguf": "gguf",
     "matplotlib": "plots",
     "peft": "peft",
+    "prometheus_client": "metrics",
     "torchvision": "vision",
     "wandb": "wandb",
 }

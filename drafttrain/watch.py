@@ -4,7 +4,8 @@ sample     accepted length of the served version: vLLM's counters over some draf
 swap       a better version goes into the server (`drafttrain swap`); a server that is away gets it when it is back
 go back    the mean of the new version's samples lies below the interval of the old one's
 
-OUTPUT/journal.jsonl   a line for every decision, with its figures
+OUTPUT/journal.jsonl   a line for every decision, with its figures, and what was served now and then;
+                       `drafttrain report` makes a page of it
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +23,7 @@ import httpx
 from drafttrain.errors import UserError
 from drafttrain.evaluation.resampling import FEWEST, paired_ratio
 from drafttrain.files import append_line, complete_bytes, lock, writing
+from drafttrain.reports.journal_page import read_journal
 from drafttrain.serving.client import Samples, Server, increase, read_metrics, speculation
 from drafttrain.serving.swap import HeadRefused, Swapper, head_below
 
@@ -29,6 +32,8 @@ _LOCK = ".drafttrain-watch"  # in the server's root: one watcher a server
 _DRAFTS = 100  # of a sample of vLLM's counters
 _TRIAL = 16  # samples of a new version before it may be dropped
 _PROVEN = 64  # samples after which a new version stays; of the old one, those that are kept
+_COUNTED = ("round", "swap", "rollback", "refused", "away")
+_PAUSE = 300.0  # seconds between lines about a version that has proved itself
 
 
 @dataclass
@@ -40,12 +45,14 @@ class Watched:
         previous: folder of the version before, while the present one may still be dropped; '' if
             none. usual: [mean, low, high] of its samples.
         swapped: whether the server ever got another head than it was started with.
+        first: accepted length of the drafter that it began with, when the first version came.
     """
 
     samples: list[float] = field(default_factory=list)
     previous: str = ""
     usual: list[float] = field(default_factory=list)
     swapped: bool = False
+    first: float = 0.0
 
     def begin(self, previous: Path) -> None:
         """A new version serves from now on; the previous one may come back, if its length is known."""
@@ -54,6 +61,7 @@ class Watched:
             found = paired_ratio([self.samples], [[1.0] * len(self.samples)])
             self.usual = [round(part, 4) for part in found]
             self.previous = str(previous)
+            self.first = self.first or self.usual[0]
         self.samples = []
 
 
@@ -74,6 +82,9 @@ class Watch:
         self.watched = watched
         self.swapper: Swapper | None = None
         self._mark: Samples = {}  # the counters at the beginning of a sample
+        # Samples since what serves was noted last, and the time of then.
+        self._fresh = 0
+        self._when = 0.0
         # The version that was sent last, and the head that served behind that.
         self._tried: tuple[Path, str] | None = None
         self._is_away = False
@@ -89,6 +100,12 @@ class Watch:
                     f"server={server!r}: another drafttrain adapt --watch swaps its heads; stop that "
                     "one first"
                 )
+        # Lines of the journal by kind, which a page of figures has from the beginning.
+        self.events = Counter(dict.fromkeys(_COUNTED, 0))
+        path = output / JOURNAL
+        if path.exists():
+            for row in read_journal(str(path)):
+                self.events[row["event"]] += 1
         self.note("start")
 
     def close(self) -> None:
@@ -105,19 +122,44 @@ class Watch:
             # A killed process may have left part of a line.
             file.truncate(complete_bytes(path))
             append_line(file.fileno(), {"time": round(time.time(), 3), "event": event, **figures})
+        self.events[event] += 1
 
-    def sample(self) -> None:
-        """Reads the server's counters, and takes a sample after every so many drafts."""
-        if self.swapper is None:
+    def sample(self, version: str) -> None:
+        """Reads the server's counters, takes a sample after every so many drafts, and notes now and
+        then what the version that serves has.
+        """
+        if self.swapper:
+            page = asyncio.run(self._page())
+            drafts = increase(self._mark, page, "drafts")
+            # A server that was started again counts from 0.
+            if not self._mark or drafts < 0:
+                self._mark = page
+            elif drafts >= _DRAFTS:
+                self.add(speculation(self._mark, page)["accepted_length"])
+                self._mark = page
+        self._note_served(version)
+
+    def _note_served(self, version: str) -> None:
+        """Notes the samples since the last note: of a new version soon, later every few minutes."""
+        samples = self.watched.samples
+        # Samples before the last swap are gone.
+        fresh = min(self._fresh, len(samples))
+        is_new = len(samples) < _PROVEN
+        if fresh < _TRIAL or not (is_new or time.time() > self._when + _PAUSE):
             return
-        page = asyncio.run(self._page())
-        drafts = increase(self._mark, page, "drafts")
-        # A server that was started again counts from 0.
-        if not self._mark or drafts < 0:
-            self._mark = page
-        elif drafts >= _DRAFTS:
-            self.add(speculation(self._mark, page)["accepted_length"])
-            self._mark = page
+        self.note(
+            "served",
+            version=version,
+            served_accepted_length=round(fmean(samples[-fresh:]), 4),
+            samples=fresh,
+        )
+        self._fresh = 0
+        self._when = time.time()
+
+    @property
+    def waits(self) -> bool:
+        """Whether so little is known of what serves that a new version could not be compared with it."""
+        return bool(self._mark) and len(self.watched.samples) < _TRIAL
 
     async def _page(self) -> Samples:
         async with httpx.AsyncClient(timeout=10.0) as client:
@@ -125,6 +167,7 @@ class Watch:
 
     def add(self, length: float) -> None:
         """Takes a sample."""
+        self._fresh += 1
         self.watched.samples.append(length)
         self.watched.samples = self.watched.samples[-_PROVEN:]
 
@@ -151,6 +194,8 @@ class Watch:
             usual=watched.usual,
         )
         watched.previous = ""
+        if back is not None:
+            watched.samples = []
         return back
 
     def bring(self, folder: Path) -> bool:
@@ -184,3 +229,15 @@ class Watch:
         if after["sha256"] != served["sha256"]:
             self.note("swap", version=folder.name, sha256=after["sha256"])
         return True
+
+    def figures(self) -> dict[str, float]:
+        """What Prometheus gets of the served version; by name."""
+        found = {"server_away": float(self._is_away)}
+        for event in _COUNTED:
+            found[f"{event}_total"] = self.events[event]
+        if self.watched.samples:
+            length = fmean(self.watched.samples)
+            found["served_accepted_length"] = length
+            # All versions have one shape, so their passes cost the same.
+            found["speedup_over_first"] = length / (self.watched.first or length)
+        return found

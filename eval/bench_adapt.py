@@ -124,7 +124,7 @@ def run_setting(
                 read_answer(line.encode(), log, target, {}, 1024) for line in lines[at : at + part]
             ]
             rows = [
-                adapt._row(it.tokens, [[it.start, len(it.tokens)]], at + i)
+                adapt.cut_row(it.tokens, [[it.start, len(it.tokens)]], at + i, 1024)
                 for i, it in enumerate(rows)
             ]
             made = replayed_rows(serving, rows, source, TreeSpec.parse(SPEC), args.max_new_tokens)

@@ -209,9 +209,40 @@ def test_unusable_lines_are_counted_and_listed(
 
 
 @pytest.mark.thorough
+def test_a_log_of_another_tokenizer_is_said_once_and_the_old_head_serves(
+    served, tmp_path, capsys, plenty
+):
+    log = tmp_path / "log.jsonl"
+    line = json.dumps({"prompt_token_ids": [5, 6], "token_ids": [7, 100_000]})
+    log.write_text(f"{line}\n" * 20)
+    output = tmp_path / "out"
+    assert main([*words(served, output, f"--log={log}", "--watch")]) == 0
+    said = capsys.readouterr().out
+    assert said.count("most new lines of the log cannot be used") == 1
+    assert "token 100000 is outside the target's vocabulary" in said
+    assert (output / "current").resolve() == served / "drafter"
+    assert [row["event"] for row in journal_of(output)] == ["start", "unusable", "stop"]
+    with log.open("a") as file:
+        file.write((served / "log.jsonl").read_text())
+    assert once(served, output, capsys, f"--log={log}", "--every=100")["read"] == 24
+
+
+@pytest.mark.thorough
+def test_a_log_without_end_is_kept_in_part(served, tmp_path, capsys):
+    log = tmp_path / "log.jsonl"
+    log.write_text((served / "log.jsonl").read_text() * 40)
+    found = once(served, tmp_path / "out", capsys, f"--log={log}", "--every=2", "--hold-out=1e-9")
+    assert (found["read"], found["passed_over"]) == (16, 960 - 16)
+    state = (tmp_path / "out" / "state.jsonl").read_text().splitlines()
+    assert len(state) - 1 == 2 * 2 + 4 * 2  # the newest answers, and a sample of earlier ones
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--metrics=9109"], "goes with --watch"),
+        (["--metrics=here", "--watch"], "metrics='here' cannot be listened to"),
         (["--drafter=/no/such"], "drafter='/no/such': no such folder"),
         (["--log=/no/such/log.jsonl"], "log='/no/such/log.jsonl': no such file or folder"),
         (["--share=0"], "--share='0' must be a number above 0"),
@@ -305,17 +336,21 @@ def test_a_watcher_samples_brings_judges_and_notes(tmp_path, monkeypatch):
     watch = Watch("http://127.0.0.1:8000", "", tmp_path, watched)
     with pytest.raises(UserError, match="another drafttrain adapt --watch"):
         Watch("http://127.0.0.1:8000", "", tmp_path, Watched())
-    pages = iter([1000, 1050, 1100, 1150, 10, 60, 111])  # started again behind 1150
+    # The server was started again behind 1150.
+    pages = iter([1000, 1050, 1100, 1150, 10, 60, 111, *range(211, 1711, 100)])
 
     async def page(self):
         return parse_metrics(vllm_page(next(pages)))
 
     monkeypatch.setattr(Watch, "_page", page)
     for _ in range(7):
-        watch.sample()
+        watch.sample("a")
     assert watched.samples == [1.75, 1.75]
-    route.away = "no connection"
+    for _ in range(15):
+        watch.sample("a")
+    route.dies = True
     assert watch.bring(root / "b") and watch.bring(root / "b")
+    assert route.heads[0].value == 1.0 and watch.figures()["server_away"] == 1
     route.away = ""
     with (tmp_path / "journal.jsonl").open("a") as file:
         file.write('{"torn')
@@ -337,8 +372,29 @@ def test_a_watcher_samples_brings_judges_and_notes(tmp_path, monkeypatch):
     watched.begin(root / "a")
     assert watched.previous == ""  # too few samples for an interval
     watch.close()
-    events = [row["event"] for row in journal_of(tmp_path)]
-    assert events == ["start", "away", "swap", "swap", "rollback", "proven", "stop"]
+    rows = journal_of(tmp_path)
+    events = [row["event"] for row in rows]
+    assert events == ["start", "served", "away", "swap", "swap", "rollback", "proven", "stop"]
+    assert rows[1]["served_accepted_length"] == 1.75 and rows[1]["samples"] == 16
+    # Another watcher counts on from the journal, and compares with the first drafter.
+    again = Watch("", "", tmp_path, watched)
+    figures = again.figures()
+    assert (figures["swap_total"], figures["rollback_total"], figures["refused_total"]) == (2, 1, 0)
+    assert figures["speedup_over_first"] == pytest.approx(2.0 / watched.first)
+
+
+def test_what_serves_is_noted_rarely_once_it_has_proved_itself(tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("drafttrain.watch.time.time", lambda: clock[0])
+    watch = Watch("", "", tmp_path, Watched())
+    for number in range(1000):
+        clock[0] += 1
+        watch.add(1 + number / 1000)
+        watch.sample("drafter")
+    served = [row for row in journal_of(tmp_path) if row["event"] == "served"]
+    times = [row["time"] - 1000 for row in served]
+    assert times == [16, 32, 48, 349, 650, 951] and served[-1]["samples"] == 64
+    assert served[0]["served_accepted_length"] == pytest.approx(1.0075, abs=1e-4)
 
 
 def test_a_server_needs_watch(

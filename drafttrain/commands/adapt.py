@@ -35,6 +35,7 @@ def adapt(
     watch: bool = False,
     server: AnyText = "",
     api_key_env: str | None = None,
+    metrics: AnyText = "",
     share: PositiveFraction = 0.02,
     hold_out: PositiveFraction = 0.15,
     replay: Amount = 0.25,
@@ -83,6 +84,7 @@ def adapt(
         server: with --watch: vLLM server that swaps heads (drafttrain swap); each better version
             goes into it, and its counters give the served length
         api_key_env: environment variable with that server's API key, if it wants one
+        metrics: with --watch: PORT or HOST:PORT of a page with its figures for Prometheus
         share: share of the machine's time, at most
         hold_out: share of answers that only judge
         replay: earlier answers per new one in training

@@ -24,14 +24,16 @@ def report(
     drafttrain report results.json
     drafttrain report eagle.json ngram.json sweep.json --output compared.html
     drafttrain report results.json --output report.html --output report.png
+    drafttrain report runs/drafter-adapted/journal.jsonl --output adapted.html
     ```
 
     A page needs no network. FOLDER/NAME_charts/ next to it gets a PNG of each chart. Several files
-    are compared; a sweep's summary adds its cells and where speculation stops paying. A picture has
-    a row of three charts per file.
+    are compared; a sweep's summary adds its cells and where speculation stops paying. A journal of
+    adapt --watch shows the served accepted length over time, its rounds and its decisions. A
+    picture has a row of three charts per file.
 
     Args:
-        results: files written by drafttrain eval, and sweeps' summaries
+        results: files written by drafttrain eval, sweeps' summaries, and journals of adapt --watch
         output: page or picture to write (.html, .png, .svg, .pdf), perhaps several times;
             default: report.html beside the first results
     """

@@ -27,7 +27,7 @@ from typing_extensions import NotRequired, TypedDict
 from drafttrain.data.chat import ChatInputs
 from drafttrain.data.masks import answer_record
 from drafttrain.data.row_formats import parse_row
-from drafttrain.errors import UserError, reason_of
+from drafttrain.errors import UserError, reason_of, shown
 from drafttrain.files import Json, append_line, check_json, parse_line
 from drafttrain.inference.sequence import Generation
 from drafttrain.target import Target
@@ -167,6 +167,14 @@ def read_answer(
         if max(tokens) >= target.vocab_size:
             raise UserError(
                 f"token {max(tokens)} is outside the target's vocabulary of {target.vocab_size}; give its log"
+            )
+        text = (choice.get("message") or {}).get("content")
+        meant = target.tokenizer.decode(choice["token_ids"])
+        # Reasoning, stop strings and tool calls are left out of the text.
+        if isinstance(text, str) and "".join(text.split()) not in "".join(meant.split()):
+            raise UserError(
+                f"token_ids say {shown(meant)} to the target's tokenizer, and the text is {shown(text)}; "
+                "give the target's own log"
             )
     else:
         tokens, start = _rendered(request, choice, target, kwargs)

@@ -33,6 +33,7 @@ _STAND_INS = {name: f"#fe01{index:02x}" for index, name in enumerate(_LIGHT)}
 _MARKERS = "osD^vPX"
 _TONES = 6
 _WIDTH = 4.4  # inches
+_LABEL_ROOM = 60  # characters of labels beside each other
 Span = tuple[float, float]
 
 
@@ -80,6 +81,7 @@ class Chart:
         show: formats a value. reference: position of a dashed line, such as a speed-up of 1.
         top: upper end of the value axis; None fits the values. Longer bars are cut there and say
             so.
+        marks: (index of a label, text) of dashed lines across (lines only).
     """
 
     key: str
@@ -93,6 +95,7 @@ class Chart:
     show: Callable[[float], str] = field(default=lambda value: f"{value:.2f}")
     reference: float | None = None
     top: float | None = None
+    marks: Sequence[tuple[int, str]] = ()
 
     def rows(self) -> list[tuple[str, list[str]]]:
         """The chart as a table: each label with a cell per series."""
@@ -383,6 +386,10 @@ def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
         _whiskers(axes, chart, one, range(len(chart.labels)), colors)
     axes.set_xlim(-0.3, len(chart.labels) - 0.7)
     _scale(axes, chart, colors)
+    for place, text in chart.marks:
+        axes.axvline(place, color=colors["muted"], linewidth=1, linestyle=(0, (3, 2)))
+        # Along the line, where few curves are.
+        axes.text(place, 0, text, rotation=90, va="bottom", ha="right", fontsize=7)
     if chart.reference is not None:
         axes.axhline(
             chart.reference,
@@ -394,7 +401,10 @@ def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
 
 def _scale(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     """The axes of columns and lines."""
-    axes.set_xticks(range(len(chart.labels)), chart.labels)
+    # As many labels as there is room for; all of them are in the table.
+    wide = sum(len(label) + 2 for label in chart.labels)
+    every = math.ceil(wide / _LABEL_ROOM)
+    axes.set_xticks(range(0, len(chart.labels), every), chart.labels[::every])
     axes.set_ylim(0, chart.top or chart.longest() * 1.12)
     axes.grid(
         axis="y",

@@ -1,4 +1,4 @@
-"""`drafttrain report`: the table, the page and the pictures of results.json files."""
+"""`drafttrain report`: the table, the page and the pictures of results.json files; journals."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from drafttrain.outcome import conclude, next_command
 from drafttrain.reports import report_page
 from drafttrain.reports.charts import picture
 from drafttrain.reports.figures import conditions, lengths_text
+from drafttrain.reports.journal_page import read_journal
 from drafttrain.reports.output import table_of, wide_console
 
 FORMATS = (".html", ".png", ".svg", ".pdf")
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command.
 
     Raises:
-        UserError: a file that is not a results.json, or an unknown format.
+        UserError: a file that is not a results.json or a journal, or an unknown format.
     """
     wanted = args.output
     if not wanted:
@@ -43,7 +44,11 @@ def run(args: argparse.Namespace) -> int:
     files: list[str] = []  # of the runs
     runs: list[Json] = []
     sweeps: list[Json] = []
+    journals: list[list[Json]] = []
     for name in args.results:
+        if str(name).endswith(".jsonl"):
+            journals.append(read_journal(name))
+            continue
         content = load_results(name, sweeps=True)
         if is_sweep(content):
             sweeps.append(content)
@@ -51,16 +56,16 @@ def run(args: argparse.Namespace) -> int:
             files.append(name)
             runs.append(content)
     for output in outputs:
-        if sweeps and output.suffix != ".html":
+        if (sweeps or journals) and output.suffix != ".html":
             raise UserError(
-                f"output={str(output)!r}: a sweep is shown on a page; end the name in .html"
+                f"output={str(output)!r}: a sweep or a journal is shown on a page; end the name in .html"
             )
 
     for results in runs:
         print_results(results)
     for output in outputs:
         if output.suffix == ".html":
-            write_report(files, runs, sweeps, output)
+            write_report(files, runs, sweeps, journals, output)
         else:
             draw(runs, output)
     figures = []
@@ -78,6 +83,7 @@ def write_report(
     files: list[str],
     runs: list[Json],
     sweeps: list[Json],
+    journals: list[list[Json]],
     output: Path,
 ) -> None:
     """Writes the page, and a PNG of each chart into a folder next to it.
@@ -89,13 +95,13 @@ def write_report(
         UserError: a file cannot be written.
     """
     names = report_page.run_names(runs, files)
-    drawn = report_page.make_charts(runs, names, sweeps)
+    drawn = report_page.make_charts(runs, names, sweeps, journals)
     folder = output.with_name(f"{output.stem}_charts")
     pictures = [output_file(folder / f"{chart.key}.png", "report") for chart in drawn]
     notes = []  # lines above each run's figures
     for run in runs:
         notes.append([identity_line(run), *warnings_of(run)])
-    write_text(output, report_page.page(runs, names, drawn, notes, sweeps))
+    write_text(output, report_page.page(runs, names, drawn, notes, sweeps, journals))
     for chart, path in zip(drawn, pictures, strict=True):
         picture([[chart]], path)
 

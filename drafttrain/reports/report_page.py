@@ -29,6 +29,7 @@ from drafttrain.reports.figures import (
     span_of,
     times,
 )
+from drafttrain.reports.journal_page import journal_chart, journal_section
 from drafttrain.reports.output import render_page
 from drafttrain.reports.sweep_page import sweep_charts, sweep_section, sweep_title
 
@@ -121,7 +122,12 @@ def main_charts(run: Json) -> list[Chart]:
     return _with_values([_speedup(runs), _acceptance(runs), _rates(runs)])
 
 
-def make_charts(runs: Sequence[Json], names: Sequence[str], sweeps: Sequence[Json]) -> list[Chart]:
+def make_charts(
+    runs: Sequence[Json],
+    names: Sequence[str],
+    sweeps: Sequence[Json],
+    journals: Sequence[list[Json]] = (),
+) -> list[Chart]:
     """Every chart that the files have figures for."""
     named = []
     for tone, (name, run) in enumerate(zip(names, runs, strict=True), 1):
@@ -137,6 +143,8 @@ def make_charts(runs: Sequence[Json], names: Sequence[str], sweeps: Sequence[Jso
         charts.append(_rates(named))
     for number, sweep in enumerate(sweeps, 1):
         charts += sweep_charts(sweep, number)
+    for number, journal in enumerate(journals, 1):
+        charts.append(journal_chart(journal, number))
     return _with_values(charts)
 
 
@@ -154,12 +162,13 @@ def page(
     charts: Sequence[Chart],
     notes: Sequence[list[str]],
     sweeps: Sequence[Json] = (),
+    journals: Sequence[list[Json]] = (),
 ) -> str:
     """Renders the page.
 
     Args:
         runs, names: results and their names. charts: of `make_charts`. notes: per run, whether
-            outputs are identical, then warnings. sweeps: summaries.
+            outputs are identical, then warnings. sweeps: summaries. journals: of adapt --watch.
     """
     drafters = {run["drafter"] for run in runs}
     several = len(drafters) > 1
@@ -169,8 +178,10 @@ def page(
         title = f"{len(drafters)} drafters compared"
     elif runs:
         title = f"{len(runs)} results of {runs[0]['drafter']} compared"
-    else:
+    elif sweeps:
         title = sweep_title(sweeps[0])
+    else:
+        title = "Adaptation to what is asked"
     # Parts of the page that have an entry per run.
     verdicts = []  # (text, color)
     diagnoses = []  # findings
@@ -200,6 +211,7 @@ def page(
         comparison=_comparison(runs, names),
         differing=differing(runs),
         sweeps=[sweep_section(sweep) for sweep in sweeps],
+        journals=[journal_section(journal) for journal in journals],
         charts=[(chart, svg(chart, f"c{number}")) for number, chart in enumerate(charts)],
         categories=categories,
         diffs=diffs,

@@ -46,13 +46,16 @@ def test_every_form_gives_the_tokens_that_the_target_saw(shell):
     assert read({"request": {"messages": ASKED}, "response": reply}, shell).tokens == chat.tokens
     assert read({"request": {"messages": ASKED}, "response": {"choices": [{"message": SAID, "finish_reason": "length"}]}}, shell
                 ).tokens == chat.tokens[:-1]  # fmt: skip
-    exact = {"prompt_token_ids": prompt, "choices": [{"message": SAID, "token_ids": [7, 8, 9]}]}
-    assert read({"request": {"messages": ASKED}, "response": exact}, shell).tokens == [
-        *prompt,
-        7,
-        8,
-        9,
-    ]
+    said = tokenizer.encode("hello to you", add_special_tokens=False)
+    exact = {"prompt_token_ids": prompt, "choices": [{"message": SAID, "token_ids": said}]}
+    found = read({"request": {"messages": ASKED}, "response": exact}, shell)
+    assert found.tokens == [*prompt, *said]
+    # Ids of another tokenizer mean another text.
+    exact["choices"][0]["token_ids"] = [token + 1 for token in said]
+    with pytest.raises(
+        UserError, match="to the target's tokenizer, and the text is 'hello to you'"
+    ):
+        read({"request": {"messages": ASKED}, "response": exact}, shell)
     assert read({"prompt_token_ids": prompt, "token_ids": [7, 8, 9]}, shell).start == len(prompt)
     assert read({"prompt": "hi there", "response": "hello to you"}, shell).tokens == chat.tokens
 

@@ -81,10 +81,14 @@ def route_of(folder: Path, workers: int = 1, **parallel) -> DrafterSwapRoute:
 
 
 def serve(route: DrafterSwapRoute, monkeypatch) -> None:
-    """Lets clients reach the route; `route.away` is what they meet instead."""
+    """Lets clients reach the route; `route.away` is what they meet instead. With `route.dies` the next swap ends it."""
     route.away = ""
+    route.dies = False
 
     def answer(self, method, url, body, schema, seconds):
+        if body and route.dies:
+            route.dies = False
+            route.away = "connection reset"
         if route.away:
             raise BadReply(route.away)
         act = route.post(json.dumps(body).encode()) if body else route.show()

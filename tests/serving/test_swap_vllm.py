@@ -18,8 +18,9 @@ from safetensors.torch import load, save_file
 from scipy import stats
 from torch import Tensor
 
+from drafttrain import adapt
 from drafttrain.cli import main
-from drafttrain.drafters.shipping import shipping
+from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.export.export_drafter import export
 from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
 from drafttrain.inference import generate
@@ -27,6 +28,7 @@ from drafttrain.inside_vllm.head_files import ROOT, read_head
 from drafttrain.inside_vllm.swap_worker import EXTENSION
 from drafttrain.serving.client import parse_metrics, speculation
 from drafttrain.states.engine_server import EngineServer, free_port, look_for_vllm, vllm_serve
+from drafttrain.target import Target
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 PROJECT = Path(__file__).parents[2]
@@ -55,7 +57,7 @@ class SwapServer(EngineServer):
         place: Path,
         kind: str,
     ):
-        self.target = target = tiny_target(place / "target")
+        self.target = target = self.make_target(place / "target")
         self.exact = [generate(target, None, it, max_new_tokens=48).tokens for it in PROMPTS]
         (trained,) = shipped_drafters(target, PROMPTS, 48, place / "drafters", only=(kind,))
         self.root = place / "heads"
@@ -88,12 +90,19 @@ class SwapServer(EngineServer):
         headers = {"Authorization": "Bearer key-of-tests"}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=300)
 
-    def is_exact(self, number: int) -> bool:
-        """Whether a greedy answer is the target's own."""
-        prompt = PROMPTS[number % len(PROMPTS)]
+    def make_target(self, folder: Path) -> Target:
+        return tiny_target(folder)
+
+    def answer(self, prompt: list[int]) -> list[int]:
+        """A greedy answer."""
         body = {"model": self.model, "prompt": prompt, "max_tokens": 48, "temperature": 0}
         reply = self.client.post("/v1/completions", json={**body, "return_token_ids": True})
-        return reply.json()["choices"][0]["token_ids"] == self.exact[number % len(PROMPTS)]
+        return reply.json()["choices"][0]["token_ids"]
+
+    def is_exact(self, number: int) -> bool:
+        """Whether a greedy answer is the target's own."""
+        number %= len(PROMPTS)
+        return self.answer(PROMPTS[number]) == self.exact[number]
 
     def accepted_length(self) -> float:
         """Of all prompts, whose answers must be exact."""
@@ -122,9 +131,53 @@ class SwapServer(EngineServer):
         return self.client.post("/v1/drafter", json={"folder": folder})
 
 
+class OpenServer(SwapServer):
+    """A target without attention, each of whose tokens follows from the one before: a head can learn it from other
+    prompts. The head that serves, poor, is a trained one with noise; its drafter is in the folder `drafter`.
+    """
+
+    def make_target(self, folder: Path) -> Target:
+        target = tiny_target(folder)
+        with torch.no_grad():
+            for layer in target.model.model.layers:
+                layer.self_attn.o_proj.weight.zero_()
+        target.model.save_pretrained(folder)
+        return Target.load(str(folder), "float32", "cpu")
+
+    def serve_poor(self) -> None:
+        self.drafter = self.root.parent / "poor"
+        shutil.copytree(self.root.parent / "drafters" / "eagle3", self.drafter)
+        file = self.drafter / "model.safetensors"
+        torch.manual_seed(1)
+        noisy = {}
+        for name, it in load(file.read_bytes()).items():
+            noisy[name] = it
+            if it.is_floating_point() and it.dim() == 2:
+                noisy[name] = it + it.std() * torch.randn(it.shape)
+        save_file(noisy, file, {"format": "pt"})
+        export(
+            find_drafter(str(self.drafter)),
+            "vllm",
+            self.root / "poor",
+            torch.float32,
+            self.model,
+            3,
+        )
+        assert self.swap("poor").status_code == 200
+
+    def log(self, file: Path, prompts: list[list[int]]) -> None:
+        """Appends the answers to prompts, as a client of the server would."""
+        for prompt in prompts:
+            line = {"prompt_token_ids": prompt, "token_ids": self.answer(prompt)}
+            with file.open("a") as part:
+                part.write(json.dumps(line) + "\n")
+
+
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory, request):
-    server = SwapServer(tmp_path_factory.mktemp("vllm"), getattr(request, "param", "eagle3"))
+    place = tmp_path_factory.mktemp("vllm")
+    kind = getattr(request, "param", "eagle3")
+    server = OpenServer(place, "eagle3") if kind == "open" else SwapServer(place, kind)
     try:
         server.start()
         server.wait_until_ready()
@@ -170,6 +223,23 @@ def test_refused_heads_and_killed_clients_leave_a_whole_head(vllm):
             time.sleep(pause)
         assert vllm.is_exact(0) and vllm.client.get("/v1/drafter").json()["sha256"] in known
     assert vllm.swap("a").status_code == 200 and vllm.accepted_length() > 2
+
+
+@pytest.mark.parametrize("vllm", ["open"], indirect=True)
+def test_what_the_watcher_learned_serves_and_more_is_accepted(vllm, tmp_path, monkeypatch):
+    vllm.serve_poor()
+    poor = vllm.accepted_length()
+    vllm.log(tmp_path / "log.jsonl", tiny_prompts(40))
+    monkeypatch.setenv("SWAP_KEY", "key-of-tests")
+    monkeypatch.setattr(adapt.Adapter, "budget", lambda self: self.account() or 1e6)
+    words = ["adapt", "--once", "--watch", "--server", vllm.url, "--api-key-env", "SWAP_KEY"]
+    given = {"drafter": vllm.drafter, "log": tmp_path / "log.jsonl", "output": tmp_path / "out", "target": vllm.model,
+             "every": 32, "hold-out": 0.4, "passes": 20, "learning-rate": 3e-3, "dtype": "float32"}  # fmt: skip
+    assert main([*words, *(f"--{key}={value}" for key, value in given.items())]) == 0
+    assert vllm.client.get("/v1/drafter").json()["folder"] == "version-0001"
+    assert vllm.accepted_length() > 1.2 * poor
+    rows = [json.loads(line) for line in (tmp_path / "out" / "journal.jsonl").open()]
+    assert [row["event"] for row in rows] == ["start", "round", "swap", "stop"]
 
 
 def test_swaps_under_load_lose_no_request_and_change_no_text(vllm):
