@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from drafttrain.training.follower import Follower, follow
 
 __all__ = [
-    "Drafter", "Follower", "Target", "evaluate", "export", "follow", "generate", "load_drafter", "push", "stream", "train", "tune",
+    "Drafter", "Follower", "Target", "evaluate", "export", "follow", "generate", "load_drafter", "push", "stream",
+    "train", "tune",
 ]  # fmt: skip
 
 # Name -> module that holds it. They load on first use, so that `import drafttrain` and

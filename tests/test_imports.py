@@ -44,6 +44,7 @@ ORDER = [
     ["train", "watch"],
     ["adapt"],
     ["api"],
+    ["trl_callback"],
     ["commands"],
     ["cli"],
     ["__main__"],

@@ -7,6 +7,7 @@ layers. Here all of that is taken back. The weights are read where they are and 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -59,6 +60,24 @@ def borrowed(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
             weight.requires_grad_(False)
         for module, mode in modes:
             module.training = mode
+
+
+@contextlib.contextmanager
+def decoding(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
+    """A target that decodes as the policy is now.
+
+    On a CPU it is a packed copy, with adapters merged: three times the policy's memory, for passes
+    that take a fraction of the time. Elsewhere it is `borrowed`.
+    """
+    model = inner_model(policy)
+    if model.device.type != "cpu":
+        with borrowed(policy, tokenizer) as target:
+            yield target
+        return
+    copied = copy.deepcopy(policy)
+    if callable(getattr(copied, "merge_and_unload", None)):  # PEFT's
+        copied = copied.merge_and_unload()  # type: ignore[operator]
+    yield Target.wrap(inner_model(copied), tokenizer, model.name_or_path).pack()
 
 
 def inner_model(policy: nn.Module) -> PreTrainedModel:

@@ -137,19 +137,17 @@ class Follower:
         Random numbers, the policy's mode, gradients and hooks are as before afterwards.
 
         Raises:
-            UserError: no rollout has two tokens of an answer, ids beyond the vocabulary, or the
-                policy has moved to another device.
+            UserError: no rollout has two tokens of an answer, or ids beyond the vocabulary.
         """
         chance = random.Random(f"{self.seed} {self.taken}")
         devices = []
         if self.head.device.type == "cuda":
             devices = [self.head.device]
         with self._target() as target, torch.random.fork_rng(devices):
-            if target.device != self.head.device:
-                raise UserError(
-                    f"policy is on {target.device}, and the drafter has learned on "
-                    f"{self.head.device}; put the policy back before the call"
-                )
+            if target.device != self.head.device:  # a trainer has moved the policy
+                self.head.to(target.device)  # type: ignore[arg-type]
+                optimizer = self.training.optimizer
+                optimizer.load_state_dict(optimizer.state_dict())  # to the weights' device
             torch.manual_seed(chance.getrandbits(32))
             self.head.bind(target)  # the target may be another object than before
             batches = batches_of(self._rows(rollouts, target), self.step_tokens)
