@@ -29,9 +29,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
@@ -40,7 +38,7 @@ from drafttrain.data.loader import cut_row
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import kind_class, kind_of, load_trained
+from drafttrain.drafters.registry import load_trained
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import replayed_rows
@@ -49,15 +47,17 @@ from drafttrain.evaluation.verdicts import FEWEST
 from drafttrain.files import Json, check_json, read_jsonl, replacing, violation, write_json, writing
 from drafttrain.flags import load_target
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder, inputs_of
-from drafttrain.losses import parse_loss
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
-from drafttrain.states.served import Served
-from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, load_shell
 from drafttrain.train import check_data
 from drafttrain.training.checkpoint import sync_files
-from drafttrain.training.continued import ContinuedTraining, batches_of
+from drafttrain.training.continued import (
+    ContinuedTraining,
+    batches_of,
+    continued,
+    source_of,
+)
 from drafttrain.watch import Watch, Watched
 
 STATE = "state.jsonl"
@@ -72,8 +72,6 @@ _JUDGES = 32  # newest held-out answers that judge a round
 _SPEC = TreeSpec.parse("chain:4")
 _REPLAYED = 128
 _STAGE_ROWS = 64  # answers of a stage
-_FORWARD_ROWS = 8  # conversations per forward of the target; on a CPU a few are faster than one
-_CACHE_BYTES = 1e9  # of the target's states, which later passes read again
 _RECORDED = 50  # rounds and unusable lines in the state
 _FIX = "delete the file to begin again"
 
@@ -157,26 +155,7 @@ class Adapter:
             going_on = self.state.trial
         drafter = self._load(output / going_on)
         self.drafter = drafter
-        served = None
-        if args.target_url:
-            served = Served(
-                args.target_url,
-                self.target,
-                drafter.feature_layers,
-                args.states_dir,
-                torch.bfloat16,
-            )
-            served.prove()
-        self.source = TargetSource(
-            self.target,
-            drafter.feature_layers,
-            drafter.kept_ids,
-            served,
-            limit_bytes=_CACHE_BYTES,
-            temperatures=parse_loss(drafter.config.loss).temperatures,
-        )
-        # Rows per forward of the target, as they are read.
-        self.source.online.together = _FORWARD_ROWS
+        self.source = source_of(self.target, drafter, args.target_url, args.states_dir)
         self.watch: Watch | None = None
         # Another sequence than before a restart, which went on from another version.
         self.random = random.Random(f"{args.seed} {self.state.number}")
@@ -251,10 +230,7 @@ class Adapter:
         os.replace(part, self.output / CURRENT)
 
     def _load(self, folder: Path) -> TrainableDrafter:
-        kind = kind_class(kind_of(str(folder)))
-        loss = load_trained(str(folder)).config.loss
-        drafter: Any = kind.begin(self.target, str(folder), {}, loss)
-        return drafter.to(self.target.device)
+        return continued(self.target, str(folder))
 
     def _store(self, record: Json) -> str:
         """Saves the drafter as a new version; returns its name."""

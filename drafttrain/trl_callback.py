@@ -71,7 +71,13 @@ class FollowPolicy(TrainerCallback):
         send: Callable[[Followed], object] | None = None,
         tree: str | None = None,
     ):
+        if isinstance(follower.policy, str) or follower.tokenizer is None:
+            raise UserError(
+                "FollowPolicy needs a follower of the policy in memory and its tokenizer"
+            )
         self.follower = follower
+        self.policy = follower.policy
+        self.tokenizer = follower.tokenizer
         self.every = every
         self.send = send
         self.tree = tree or default_tree(follower.drafter)
@@ -96,12 +102,11 @@ class FollowPolicy(TrainerCallback):
                 "rollout_func out, and give following.watch among its reward_funcs"
             )
         args: Json = vars(trainer.args)
-        tokenizer = self.follower.tokenizer
         ids = [self._ids(prompt, args.get("chat_template_kwargs")) for prompt in prompts]
         seed = args["seed"] + self._begun * trainer.args.world_size
         seed += len(ids) * trainer.args.process_index
         self._begun += len(ids)
-        with decoding(self.follower.policy, tokenizer) as target:
+        with decoding(self.policy, self.tokenizer) as target:
             made = generate(
                 target,
                 ids,
@@ -110,7 +115,7 @@ class FollowPolicy(TrainerCallback):
                 max_new_tokens=args["max_completion_length"],
                 batch_size=_PROMPTS,
                 seed=seed,
-                eos_token_id=sorted({*target.eos_ids, tokenizer.eos_token_id}),
+                eos_token_id=sorted({*target.eos_ids, self.tokenizer.eos_token_id}),
                 **{name: args[name] for name in _SAMPLING},
                 **(args.get("generation_kwargs") or {}),
             )
@@ -135,7 +140,7 @@ class FollowPolicy(TrainerCallback):
     def _ids(self, prompt: str | list[dict[str, str]], kwargs: Json | None) -> list[int]:
         if not isinstance(prompt, str) and any(type(turn["content"]) is not str for turn in prompt):
             raise UserError("prompts: a message's content must be text; images are not followed")
-        return prompt_ids(self.follower.tokenizer, prompt, ChatInputs.of({}, kwargs))
+        return prompt_ids(self.tokenizer, prompt, ChatInputs.of({}, kwargs))
 
     def _note(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
         self.last = [
@@ -153,7 +158,7 @@ class FollowPolicy(TrainerCallback):
         **given: nn.Module,
     ) -> None:
         """Takes the trainer's policy, which PEFT may have wrapped meanwhile."""
-        self.follower.policy = given["model"]
+        self.policy = self.follower.policy = given["model"]
 
     def on_step_end(
         self,

@@ -151,7 +151,9 @@ class Measure(TrainerCallback):
             places = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
             by_model = []
             for model in (self.model, self.first):
-                logits = model(ids, use_cache=False).logits[0, places].float() / self.args.temperature
+                logits = (
+                    model(ids, use_cache=False).logits[0, places].float() / self.args.temperature
+                )
                 by_model.append(logits.log_softmax(-1)[range(len(answer)), answer])
             gaps.append(by_model[0] - by_model[1])
         return float(torch.cat(gaps).mean())

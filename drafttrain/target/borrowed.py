@@ -38,6 +38,7 @@ def borrowed(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
         raise UserError(
             "policy has bfloat16 weights, which this CPU cannot multiply; train it in float32"
         )
+    name = model.name_or_path or type(model).__name__
     modes = [(module, module.training) for module in model.modules()]
     frozen = [weight for weight in model.parameters() if not weight.requires_grad]
     body = find_body(model)
@@ -45,7 +46,7 @@ def borrowed(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     target: Target | None = None
     try:
-        target = Target.wrap(model, tokenizer, model.name_or_path, model.name_or_path)
+        target = Target.wrap(model, tokenizer, name, name)
         yield target
     finally:
         if target is not None:
@@ -77,7 +78,7 @@ def decoding(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
     copied = copy.deepcopy(policy)
     if callable(getattr(copied, "merge_and_unload", None)):  # PEFT's
         copied = copied.merge_and_unload()  # type: ignore[operator]
-    yield Target.wrap(inner_model(copied), tokenizer, model.name_or_path).pack()
+    yield Target.wrap(inner_model(copied), tokenizer, type(model).__name__).pack()
 
 
 def inner_model(policy: nn.Module) -> PreTrainedModel:

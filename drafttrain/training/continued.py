@@ -17,14 +17,20 @@ from torch import Tensor
 from drafttrain.batch import Batch
 from drafttrain.data.loader import collate
 from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.registry import kind_class, kind_of, load_trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.losses import parse_loss
+from drafttrain.states.served import Served
 from drafttrain.states.source import TargetSource
+from drafttrain.target import Target
 from drafttrain.target.devices import has_bfloat16
 from drafttrain.training.loop import Learner, Taken, take_steps
 from drafttrain.training.step import count_anchors, step_inputs
 
 STEP_TOKENS = 512  # of a training step
+_CACHE_BYTES = 1e9  # of the target's states, which later passes read again
+_FORWARD_ROWS = 8  # conversations per forward of the target; on a CPU a few are faster than one
 _WARM_UP = 4  # steps
 _MAX_NORM = 0.5  # of a gradient; longer ones are clipped
 
@@ -66,7 +72,7 @@ class ContinuedTraining:
         Returns:
             The steps that were taken.
         """
-        learner = Learner(
+        learner: Learner[list[Json]] = Learner(
             model=self.drafter,
             optimizer=self.optimizer,
             loss=lambda batch: self._loss(batch, source),
@@ -116,6 +122,41 @@ class ContinuedTraining:
             raise UserError(
                 f"grad_norm={float(norm)} is not finite; lower the learning rate ({self.rate})"
             )
+
+
+def continued(target: Target, name: str) -> TrainableDrafter:
+    """A trained drafter to be trained further for a target, with its loss; see `Drafter.begin`."""
+    kind = kind_class(kind_of(name))
+    loss = load_trained(name).config.loss
+    drafter: TrainableDrafter = kind.begin(target, name, {}, loss)  # type: ignore[assignment]
+    return drafter.to(target.device)  # type: ignore[arg-type]
+
+
+def source_of(
+    target: Target,
+    drafter: TrainableDrafter,
+    urls: Sequence[str] = (),
+    states_dir: str = "",
+) -> TargetSource:
+    """The target's states for a drafter, from itself or from proven servers of states.
+
+    Raises:
+        UserError: no server there, or it serves another target.
+    """
+    served = None
+    if urls:
+        served = Served(urls, target, drafter.feature_layers, states_dir, torch.bfloat16)
+        served.prove()
+    source = TargetSource(
+        target,
+        drafter.feature_layers,
+        drafter.kept_ids,
+        served,
+        limit_bytes=_CACHE_BYTES,
+        temperatures=parse_loss(drafter.config.loss).temperatures,
+    )
+    source.online.together = _FORWARD_ROWS
+    return source
 
 
 def batches_of(rows: Sequence[Json], tokens: int = STEP_TOKENS) -> list[list[Json]]:

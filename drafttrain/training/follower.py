@@ -19,42 +19,31 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from typing_extensions import TypedDict
 
 from drafttrain.data.loader import cut_row
 from drafttrain.drafters.base import Drafter
-from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.drafters.registry import kind_class, kind_of, load_trained, prepare
+from drafttrain.drafters.registry import prepare
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter
 from drafttrain.errors import UserError
-from drafttrain.files import Json, read_json, reading, scratch_folder, write_json, writing
+from drafttrain.files import Json, reading, scratch_folder, writing
 from drafttrain.formats.weights import read_weights
-from drafttrain.losses import parse_loss
-from drafttrain.states.served import Served
-from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, load_shell
 from drafttrain.target.borrowed import borrowed
 from drafttrain.target.target import Tokenizer
-from drafttrain.training.continued import STEP_TOKENS, ContinuedTraining, batches_of
-from drafttrain.values import Count, Size, check
+from drafttrain.training.continued import (
+    STEP_TOKENS,
+    ContinuedTraining,
+    batches_of,
+    continued,
+    source_of,
+)
+from drafttrain.values import Count, check
 
-STATE = "follower.json"
-OPTIMIZER = "optimizer.safetensors"
-_CACHE_BYTES = 1e9  # of the policy's states, which later passes of a call read again
-
-_FIX = f"delete {STATE} there to begin with a new optimizer"
+STATE = "follower.pt"
 
 # Token ids of prompt and answer, and the prompt's length; or both as text.
 Rollout = tuple[Sequence[int], int] | tuple[str, str]
-
-
-class _State(TypedDict):
-    """The content of follower.json: steps of all calls, and of the optimizer's warm-up."""
-
-    taken: Size
-    warm: Size
 
 
 class Followed(NamedTuple):
@@ -80,7 +69,7 @@ class Follower:
         policy: the policy, a transformers model, also wrapped by PEFT or DDP. With `target_url`:
             name or folder of its present weights, of which embedding, norm and head are read.
         tokenizer: of the policy in memory; a drafter knows its target by it.
-        target_url: of the policy's `drafttrain serve-target`, which then computes its states.
+        target_url: of each `drafttrain serve-target` of the policy; they compute its states then.
         steps: of a call. step_tokens: padded tokens of a step.
         rate: learning rate.
         max_length: tokens that are read of a rollout.
@@ -96,7 +85,7 @@ class Follower:
     drafter: str
     policy: nn.Module | str
     tokenizer: Tokenizer = None
-    target_url: str = ""
+    target_url: Sequence[str] = ()
     steps: int = 16
     step_tokens: int = STEP_TOKENS
     rate: float = 2e-4
@@ -112,15 +101,12 @@ class Follower:
         check("format", self.format, Literal["", "vllm", "sglang"])
         if self.format:
             check_expressible(find_drafter(self.drafter), self.format)
-        kind = kind_class(kind_of(self.drafter))
-        loss = load_trained(self.drafter).config.loss
         with self._target() as target:
-            head = kind.begin(target, self.drafter, {}, loss)
-            assert isinstance(head, TrainableDrafter)  # of a folder with weights
-            self.head = head.to(target.device)  # type: ignore[arg-type]
+            self.head = continued(target, self.drafter)
         self.training = ContinuedTraining(self.head, self.rate)
-        if (Path(self.drafter) / STATE).is_file():
-            self._restore(Path(self.drafter))
+        state = Path(self.drafter) / STATE
+        if state.is_file():
+            self._restore(state)
 
     @contextlib.contextmanager
     def _target(self) -> Iterator[Target]:
@@ -155,7 +141,8 @@ class Follower:
             while len(order) < self.steps:
                 order += chance.sample(batches, len(batches))
             order = order[: self.steps]
-            with contextlib.closing(self._source(target)) as source:
+            # States of the policy as it is now: none is kept for the next call.
+            with contextlib.closing(source_of(target, self.head, self.target_url)) as source:
                 steps = self.training.train(order, source)
         self.head.eval()
         self.taken += len(steps)
@@ -164,22 +151,6 @@ class Follower:
             tokens=sum(row["length"] for batch in order for row in batch),
             loss=[float(step.losses[0]) for step in steps],
             tensors=self.tensors(),
-        )
-
-    def _source(self, target: Target) -> TargetSource:
-        """States of the policy as it is now; they are computed anew in every call."""
-        layers = self.head.feature_layers
-        served = None
-        if self.target_url:
-            served = Served([self.target_url], target, layers)
-            served.prove()
-        return TargetSource(
-            target,
-            layers,
-            self.head.kept_ids,
-            served,
-            limit_bytes=_CACHE_BYTES,
-            temperatures=parse_loss(self.head.config.loss).temperatures,
         )
 
     def _rows(self, rollouts: Sequence[Rollout], target: Target) -> list[Json]:
@@ -233,27 +204,18 @@ class Follower:
         """Writes the drafter for `drafttrain swap`, with what a new `Follower` needs to go on."""
         place = Path(folder).expanduser()
         self.head.save_pretrained(place)
-        moments = {}
-        for number, state in self.training.optimizer.state_dict()["state"].items():
-            for key, value in state.items():
-                moments[f"{number}.{key}"] = value.cpu().contiguous()
+        kept = {"taken": self.taken, "warm": self.training.warm}
+        kept["optimizer"] = self.training.optimizer.state_dict()
         with writing(place):
-            save_file(moments, place / OPTIMIZER)
-        write_json(place / STATE, {"taken": self.taken, "warm": self.training.warm})
+            torch.save(kept, place / STATE)
         return place
 
-    def _restore(self, place: Path) -> None:
-        kept = read_json(place / STATE, "drafter", _FIX, _State)
+    def _restore(self, path: Path) -> None:
+        with reading(path, "drafter", "delete it to begin with a new optimizer"):
+            kept = torch.load(path, map_location="cpu", weights_only=True)
         self.taken = kept["taken"]
         self.training.warm = kept["warm"]
-        state: dict[int, dict[str, Tensor]] = {}
-        with reading(place / OPTIMIZER, "drafter", _FIX):
-            moments = load_file(place / OPTIMIZER)
-        for name, value in moments.items():
-            number, _, key = name.partition(".")
-            state.setdefault(int(number), {})[key] = value
-        groups = self.training.optimizer.state_dict()["param_groups"]
-        self.training.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.training.optimizer.load_state_dict(kept["optimizer"])
 
 
 def follow(
