@@ -96,6 +96,7 @@ class FollowPolicy(TrainerCallback):
         Raises:
             UserError: tools, images, or generation_kwargs that decoding here does not have.
         """
+        # Their results would have to go into the answers.
         if trainer.tools:
             raise UserError(
                 "rollouts: tools are called between turns of the trainer's own generation; leave "
@@ -103,6 +104,7 @@ class FollowPolicy(TrainerCallback):
             )
         args: Json = vars(trainer.args)
         ids = [self._ids(prompt, args.get("chat_template_kwargs")) for prompt in prompts]
+        # Answer i samples with seed + i, and no seed occurs twice in a run.
         seed = args["seed"] + self._begun * trainer.args.world_size
         seed += len(ids) * trainer.args.process_index
         self._begun += len(ids)
@@ -121,6 +123,7 @@ class FollowPolicy(TrainerCallback):
             )
         answers = [each.tokens for each in made]
         self._note(ids, answers)
+        # Tokens per pass, the bonus token included.
         passes = sum(each.stats.target_passes for each in made)
         # The prompt's pass gives the first token, without a draft.
         drafted = sum(each.stats.new_tokens - 1 for each in made)
@@ -176,6 +179,7 @@ class FollowPolicy(TrainerCallback):
                 "or following.watch among its reward_funcs"
             )
         rollouts = self.last
+        # All processes take the same steps on the same rows.
         if args.world_size > 1:
             rollouts = gather_object(rollouts)
         followed = self.follower.follow(rollouts)

@@ -1,13 +1,16 @@
-"""A GRPO run of TRL in which the policy moves: accepted length of the stale head, of the one that follows, and of n-grams.
+"""A GRPO run of TRL in which the policy moves: the stale head, the one that follows, and n-grams on fresh rollouts.
 
     python eval/bench_follow.py --drafter runs/quickstart/drafter --output follow.json
+    python eval/bench_follow.py --tiny --steps 60 --every 10 --learning-rate 1e-3 --output tiny.json
 
-TRL trains the target in float32 to answer in another style (`--reward`), with rollouts by our decoder (`FollowPolicy`). Before the
-first step and after every `--every` steps the policy answers held-out prompts, sampled as in training, with each side; a seed gives
-the same text with any of them. Seconds are CPU time of the process, on a machine that does other work too, and wall time beside it.
+TRL trains the target in float32 to answer in another style (`--reward`), with rollouts by our decoder (`FollowPolicy`). Before
+the first step and after every `--every` steps the policy answers held-out prompts, sampled as in training, with each side; a
+seed gives the same text with any of them. Seconds are CPU time of the process, wall time beside it.
 
-    none, stale, followed, ngram    our decoder, a packed copy of the policy; making the copy is a line of its own
+    none, stale, followed, ngram    our decoder, with a packed copy of the policy; the time to make it is noted apart
     transformers                    the policy's own generate, as TRL calls it
+
+`--tiny` makes a random target of a few million weights and a head for it, and needs minutes instead of hours on a CPU.
 """
 
 from __future__ import annotations
@@ -25,14 +28,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from drafttrain import Follower, generate, load_drafter
 from drafttrain.data.chat import prompt_ids
+from drafttrain.drafters.registry import kind_class
 from drafttrain.environment import describe_environment
+from drafttrain.export.tiny_drafters import tiny_target
 from drafttrain.files import write_json
 from drafttrain.target.borrowed import decoding
 from drafttrain.target.fetch import resolve_target
+from drafttrain.training.follower import STATE
 from drafttrain.trl_callback import FollowPolicy
 
 PROMPTS = json.loads(Path(__file__).with_name("adapt_prompts.json").read_text())["general"]
@@ -78,7 +85,7 @@ class Measure(TrainerCallback):
     def __init__(self, args, model, tokenizer, following):
         self.args = args
         self.model = model
-        self.first = copy.deepcopy(model)
+        self.first = copy.deepcopy(model) if not args.lora else None
         self.tokenizer = tokenizer
         self.following = following
         self.stale = Follower(args.drafter, model, tokenizer)
@@ -124,15 +131,8 @@ class Measure(TrainerCallback):
                 "same_text": answers == first,
             }
         context.__exit__(None, None, None)
-        with Clock() as clock, torch.no_grad():
-            padded = self.tokenizer.pad(
-                {"input_ids": self.prompts}, padding_side="left", return_tensors="pt"
-            )
-            self.model.eval().generate(
-                **padded, do_sample=True, temperature=self.args.temperature, top_k=0, max_new_tokens=self.args.max_new_tokens
-            )  # fmt: skip
-            self.model.train()
-        point["sides"]["transformers"] = {"cpu_seconds": clock.cpu, "wall_seconds": clock.wall}
+        if step in (0, self.args.steps):
+            point["sides"]["transformers"] = self.own_generate()
         texts = self.tokenizer.batch_decode(first, skip_special_tokens=True)
         reward = [REWARDS[self.args.reward](text) for text in texts]
         point["reward"] = round(sum(reward) / len(reward), 4)
@@ -143,20 +143,35 @@ class Measure(TrainerCallback):
         self.write()
 
     @torch.no_grad()
+    def own_generate(self) -> dict:
+        """Seconds of transformers' generate with the policy as it is."""
+        padded = self.tokenizer.pad(
+            {"input_ids": self.prompts}, padding_side="left", return_tensors="pt"
+        )
+        with Clock() as clock:
+            self.model.eval().generate(
+                **padded, do_sample=True, temperature=self.args.temperature, top_k=0, max_new_tokens=self.args.max_new_tokens
+            )  # fmt: skip
+        self.model.train()
+        return {"cpu_seconds": clock.cpu, "wall_seconds": clock.wall}
+
+    @torch.no_grad()
     def moved(self, answers: list[list[int]]) -> float:
         """Mean log-probability of the policy's tokens, minus that of the first policy, per token."""
-        gaps = []
-        for prompt, answer in zip(self.prompts, answers, strict=True):
-            ids = torch.tensor([prompt + answer])
-            places = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
-            by_model = []
-            for model in (self.model, self.first):
-                logits = (
-                    model(ids, use_cache=False).logits[0, places].float() / self.args.temperature
-                )
-                by_model.append(logits.log_softmax(-1)[range(len(answer)), answer])
-            gaps.append(by_model[0] - by_model[1])
-        return float(torch.cat(gaps).mean())
+        rows = list(zip(self.prompts, answers, strict=True))
+        now = [self.logprobs(self.model, *row) for row in rows]
+        if self.first is None:
+            with self.model.disable_adapter():
+                before = [self.logprobs(self.model, *row) for row in rows]
+        else:
+            before = [self.logprobs(self.first, *row) for row in rows]
+        return float((torch.cat(now) - torch.cat(before)).mean())
+
+    def logprobs(self, model, prompt: list[int], answer: list[int]) -> torch.Tensor:
+        ids = torch.tensor([prompt + answer])
+        places = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
+        logits = model(ids, use_cache=False).logits[0, places].float() / self.args.temperature
+        return logits.log_softmax(-1)[range(len(answer)), answer]
 
     def write(self) -> None:
         last = self.points[-1]["sides"]
@@ -168,12 +183,13 @@ class Measure(TrainerCallback):
                 "command": [
                     "python",
                     "eval/bench_follow.py",
-                    *[word for word in sys.argv[1:] if not word.startswith("--output")],
+                    *sys.argv[1:],
                 ],
+                "target": "tiny random Llama" if self.args.tiny else self.args.target,
                 "settings": {
                     name: value
                     for name, value in vars(self.args).items()
-                    if name not in ("output", "drafter")
+                    if name not in ("output", "drafter", "target")
                 },
                 "ratio": last["followed"]["accepted_length"] / last["stale"]["accepted_length"],
                 "goal": 1.0,
@@ -194,6 +210,35 @@ class Timed(FollowPolicy):
         self.follows.append(clock.cpu)
 
 
+def make_tiny(folder: Path, args: argparse.Namespace) -> None:
+    """A random target, and a head that has learned its sampled answers to the prompts of training."""
+    target = tiny_target(folder / "target")
+    target.tokenizer.chat_template = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
+    target.tokenizer.save_pretrained(folder / "target")
+    torch.manual_seed(0)
+    head = kind_class("eagle3").begin(target, "target", {"ttt_steps": 3}, "kl")
+    head.save_pretrained(folder / "new")
+    asked = [ids_of(target.tokenizer, text) for text in training_texts()[: args.tiny_answers]]
+    made = generate(
+        target, asked, None, temperature=args.temperature, max_new_tokens=args.max_new_tokens, batch_size=32
+    )  # fmt: skip
+    rollouts = [
+        (prompt + each.tokens, len(prompt)) for prompt, each in zip(asked, made, strict=True)
+    ]
+    follower = Follower(
+        str(folder / "new"), target.model, target.tokenizer, steps=args.tiny_steps, rate=2e-3
+    )
+    losses = follower.follow(rollouts).loss
+    print(f"head: loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
+    follower.save(folder / "drafter")
+    (folder / "drafter" / STATE).unlink()  # a new optimizer for both sides
+
+
+def training_texts() -> list[str]:
+    forms = PROMPTS["forms"][HELD_OUT:]
+    return [form.format(subject) for form in forms for subject in PROMPTS["subjects"]]
+
+
 def ids_of(tokenizer, text: str) -> list[int]:
     return prompt_ids(tokenizer, [{"role": "user", "content": text}])
 
@@ -201,7 +246,10 @@ def ids_of(tokenizer, text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--drafter", help="of the target; needed without --tiny")
+    parser.add_argument("--tiny", action="store_true", help="a random target and a head for it")
+    parser.add_argument("--tiny-answers", type=int, default=96, help="that its head learns")
+    parser.add_argument("--tiny-steps", type=int, default=300, help="of its head's training")
     parser.add_argument("--reward", choices=sorted(REWARDS), default="capitals")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--every", type=int, default=4, help="steps between measurements")
@@ -210,17 +258,33 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="of a measurement")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--learning-rate", type=float, default=5e-5, help="of the policy")
+    parser.add_argument("--lora", type=int, default=0, help="rank of an adapter; 0 trains all")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tree", default="chain:3")
     parser.add_argument("--follow-steps", type=int, default=4)
     parser.add_argument("--follow-rate", type=float, default=2e-4)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
+    if not (args.tiny or args.drafter):
+        parser.error("--drafter is needed without --tiny")
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.tiny:
+            make_tiny(Path(scratch), args)
+            args.target = f"{scratch}/target"
+            args.drafter = f"{scratch}/drafter"
+        run(args, scratch)
+
+
+def run(args: argparse.Namespace, scratch: str) -> None:
+    """Trains and measures."""
     from trl import GRPOConfig, GRPOTrainer
 
     where = resolve_target(args.target)
     model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(where)
+    if args.lora:
+        adapter = LoraConfig(r=args.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapter)
     follower = Follower(
         args.drafter, model, tokenizer, steps=args.follow_steps, rate=args.follow_rate
     )
@@ -231,29 +295,25 @@ def main() -> None:
     def reward(completions, **_):
         return [REWARDS[args.reward](each[0]["content"]) for each in completions]
 
-    texts = [
-        form.format(subject)
-        for form in PROMPTS["forms"][HELD_OUT:]
-        for subject in PROMPTS["subjects"]
-    ]
-    data = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in texts])
-    with tempfile.TemporaryDirectory() as scratch:
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=reward,
-            train_dataset=data,
-            processing_class=tokenizer,
-            rollout_func=following.rollouts,
-            callbacks=[following, measure],
-            args=GRPOConfig(
-                output_dir=scratch, use_cpu=True, bf16=False, report_to="none", save_strategy="no", max_steps=args.steps, beta=0.0,
-                per_device_train_batch_size=args.batch, num_generations=args.generations, temperature=args.temperature,
-                max_completion_length=args.max_new_tokens, learning_rate=args.learning_rate, lr_scheduler_type="constant",
-                gradient_checkpointing=False, logging_steps=1,
-            ),
-        )  # fmt: skip
-        measure.measure(0)
-        trainer.train()
+    data = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": text}]} for text in training_texts()]
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        train_dataset=data,
+        processing_class=tokenizer,
+        rollout_func=following.rollouts,
+        callbacks=[following, measure],
+        args=GRPOConfig(
+            output_dir=f"{scratch}/grpo", use_cpu=True, bf16=False, report_to="none", save_strategy="no", beta=0.0,
+            per_device_train_batch_size=args.batch, num_generations=args.generations, temperature=args.temperature,
+            max_completion_length=args.max_new_tokens, learning_rate=args.learning_rate, max_steps=args.steps,
+            lr_scheduler_type="constant", gradient_checkpointing=False, logging_steps=1,
+        ),
+    )  # fmt: skip
+    measure.measure(0)
+    trainer.train()
 
 
 if __name__ == "__main__":

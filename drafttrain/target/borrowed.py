@@ -34,6 +34,7 @@ def borrowed(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
         UserError: as `Target.wrap` and `inner_model`; bfloat16 on a CPU that does not multiply it.
     """
     model = inner_model(policy)
+    # `Target.wrap` would turn the weights themselves into float32.
     if model.dtype == torch.bfloat16 and model.device.type == "cpu" and not cpu_has_bfloat16():
         raise UserError(
             "policy has bfloat16 weights, which this CPU cannot multiply; train it in float32"
@@ -55,7 +56,7 @@ def borrowed(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
                 hook.remove()
         if body.config._attn_implementation != attention:
             body.set_attn_implementation(attention)
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)  # a setting of the whole process
         model.requires_grad_(True)
         for weight in frozen:
             weight.requires_grad_(False)
@@ -75,6 +76,7 @@ def decoding(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
         with borrowed(policy, tokenizer) as target:
             yield target
         return
+    # Packing replaces layers, and merging changes weights: both only in a copy.
     copied = copy.deepcopy(policy)
     if callable(getattr(copied, "merge_and_unload", None)):  # PEFT's
         copied = copied.merge_and_unload()  # type: ignore[operator]
@@ -92,6 +94,7 @@ def inner_model(policy: nn.Module) -> PreTrainedModel:
         raise UserError(
             f"policy is a {type(policy).__name__} without a transformers model; give the model"
         )
+    # A value head, or the virtual tokens of prompt tuning, which the model alone does not see.
     own = {id(weight) for weight in model.parameters()}
     for name, weight in policy.named_parameters():
         # DeepSpeed's ZeRO-3 leaves empty weights behind, FSDP sharded ones.
@@ -105,6 +108,7 @@ def inner_model(policy: nn.Module) -> PreTrainedModel:
                 f"policy: {name} is outside of its transformers model, whose tokens it may change; "
                 "give the model itself, or use adapters within its layers (LoRA)"
             )
+    # An adapter's module has the plain weight as its `weight`, which is not what it computes.
     head = model.get_output_embeddings()
     plain = isinstance(model.get_input_embeddings(), nn.Embedding) and isinstance(head, nn.Linear)
     if model is not policy and not plain:

@@ -143,6 +143,7 @@ def source_of(
     Raises:
         UserError: no server there, or it serves another target.
     """
+    # Without servers, the target runs here.
     served = None
     if urls:
         served = Served(urls, target, drafter.feature_layers, states_dir, torch.bfloat16)

@@ -98,6 +98,7 @@ class Follower:
         for name in ("steps", "step_tokens", "max_length"):
             check(name, getattr(self, name), Count)
         self.taken = 0  # steps of all calls
+        # What cannot be sent is refused before anything is trained.
         check("format", self.format, Literal["", "vllm", "sglang"])
         if self.format:
             check_expressible(find_drafter(self.drafter), self.format)
@@ -134,9 +135,11 @@ class Follower:
                 self.head.to(target.device)  # type: ignore[arg-type]
                 optimizer = self.training.optimizer
                 optimizer.load_state_dict(optimizer.state_dict())  # to the weights' device
+            # A resumed follower draws what an uninterrupted one would.
             torch.manual_seed(chance.getrandbits(32))
             self.head.bind(target)  # the target may be another object than before
             batches = batches_of(self._rows(rollouts, target), self.step_tokens)
+            # Passes over all batches, cut to the steps; with more batches than steps, a sample.
             order: list[list[Json]] = []
             while len(order) < self.steps:
                 order += chance.sample(batches, len(batches))
@@ -157,6 +160,7 @@ class Follower:
         rows = []
         for number, (first, second) in enumerate(rollouts):
             if isinstance(first, str):
+                # Apart, as the prompt was when the policy answered it.
                 tokens = list(target.tokenizer(first)["input_ids"])
                 start = len(tokens)
                 tokens += target.tokenizer(second, add_special_tokens=False)["input_ids"]
@@ -182,6 +186,7 @@ class Follower:
 
     def tensors(self) -> dict[str, Tensor]:
         """The drafter's tensors, as an export has them."""
+        # Written and read again, so that they are the export's to the bit, in every kind's form.
         with scratch_folder() as scratch:
             place = scratch / "drafter"
             self.head.save_pretrained(place)
@@ -197,7 +202,7 @@ class Follower:
         with torch.random.fork_rng([]):  # a new module draws its weights
             made = self.head.blank().eval()
         made.load_state_dict(self.head.state_dict())
-        made.fresh = True
+        made.fresh = True  # packed for the target, in its number format
         return prepare(made, target)
 
     def save(self, folder: str | Path) -> Path:
