@@ -209,7 +209,7 @@ class Follower:
         """Writes the drafter for `drafttrain swap`, with what a new `Follower` needs to go on."""
         place = Path(folder).expanduser()
         self.head.save_pretrained(place)
-        kept = {"taken": self.taken, "warm": self.training.warm}
+        kept: Json = {"taken": self.taken, "warm": self.training.warm}
         kept["optimizer"] = self.training.optimizer.state_dict()
         with writing(place):
             torch.save(kept, place / STATE)
