@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from drafttrain.commands.tune import tune
     from drafttrain.drafters.base import Drafter
     from drafttrain.target.target import Target
+    from drafttrain.training.follower import Follower, follow
 
 __all__ = [
-    "Drafter", "Target", "evaluate", "export", "generate", "load_drafter", "push", "stream", "train", "tune",
+    "Drafter", "Follower", "Target", "evaluate", "export", "follow", "generate", "load_drafter", "push", "stream",
+    "train", "tune",
 ]  # fmt: skip
 
 # Name -> module that holds it. They load on first use, so that `import drafttrain` and
@@ -35,6 +37,7 @@ __all__ = [
 _MODULES = {
     "Drafter": "drafttrain.drafters.registry",
     "Target": "drafttrain.target.target",
+    **dict.fromkeys(("Follower", "follow"), "drafttrain.training.follower"),
     **dict.fromkeys(("generate", "load_drafter", "stream"), "drafttrain.api"),
     **{name: f"drafttrain.commands.{name}" for name in ("export", "push", "train", "tune")},
     "evaluate": "drafttrain.commands.eval",

@@ -24,25 +24,21 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
 from typing_extensions import TypedDict
 
-from drafttrain.batch import Batch
 from drafttrain.data.answer_log import LogReader, Place, read_answer
-from drafttrain.data.loader import collate, cut_row
+from drafttrain.data.loader import cut_row
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import kind_class, kind_of, load_trained
+from drafttrain.drafters.registry import load_trained
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import replayed_rows
@@ -51,18 +47,18 @@ from drafttrain.evaluation.verdicts import FEWEST
 from drafttrain.files import Json, check_json, read_jsonl, replacing, violation, write_json, writing
 from drafttrain.flags import load_target
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder, inputs_of
-from drafttrain.losses import parse_loss
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
 from drafttrain.serving.prometheus import FiguresPage
-from drafttrain.states.served import Served
-from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, load_shell
-from drafttrain.target.devices import has_bfloat16
 from drafttrain.train import check_data
 from drafttrain.training.checkpoint import sync_files
-from drafttrain.training.loop import Learner, take_steps
-from drafttrain.training.step import count_anchors, step_inputs
+from drafttrain.training.continued import (
+    ContinuedTraining,
+    batches_of,
+    continued,
+    source_of,
+)
 from drafttrain.watch import Watch, Watched
 
 STATE = "state.jsonl"
@@ -76,13 +72,7 @@ _JUDGES = 32  # newest held-out answers that judge a round
 # tree and tokens per answer of a replay
 _SPEC = TreeSpec.parse("chain:4")
 _REPLAYED = 128
-# answers of a stage; steps
-_STAGE_ROWS = 64
-_WARM_UP = 4
-_MAX_NORM = 0.5  # of a gradient; longer ones are clipped
-_STEP_TOKENS = 512  # tokens of a training step
-_FORWARD_ROWS = 8  # conversations per forward of the target; on a CPU a few are faster than one
-_CACHE_BYTES = 1e9  # of the target's states, which later passes read again
+_STAGE_ROWS = 64  # answers of a stage
 _RECORDED = 50  # rounds and unusable lines in the state
 _FIX = "delete the file to begin again"
 
@@ -166,40 +156,19 @@ class Adapter:
             going_on = self.state.trial
         drafter = self._load(output / going_on)
         self.drafter = drafter
-        served = None
-        if args.target_url:
-            served = Served(
-                args.target_url,
-                self.target,
-                drafter.feature_layers,
-                args.states_dir,
-                torch.bfloat16,
-            )
-            served.prove()
-        self.source = TargetSource(
-            self.target,
-            drafter.feature_layers,
-            drafter.kept_ids,
-            served,
-            limit_bytes=_CACHE_BYTES,
-            temperatures=parse_loss(drafter.config.loss).temperatures,
-        )
-        # Rows per forward of the target, as they are read.
-        self.source.online.together = _FORWARD_ROWS
+        self.source = source_of(self.target, drafter, args.target_url, args.states_dir)
         self.watch: Watch | None = None
         self.complains = False  # that most of the newest lines cannot be used
         # Another sequence than before a restart, which went on from another version.
         self.random = random.Random(f"{args.seed} {self.state.number}")
         self.earlier = self._first_data()
-        self.optimizer: torch.optim.AdamW | None = None
+        self.training: ContinuedTraining | None = None
         self.on_cpu = self.target.device.type == "cpu"
         if self.on_cpu:
-            self.bfloat16 = self.target.dtype == torch.bfloat16
             self.cores = len(os.sched_getaffinity(0))
             # `account` charges the difference to the next reading.
             self.clock = 0.0  # the CPU time that this process has spent so far counts
         else:
-            self.bfloat16 = has_bfloat16()
             self.cores = 1
             self.clock = time.perf_counter()
 
@@ -263,10 +232,7 @@ class Adapter:
         os.replace(part, self.output / CURRENT)
 
     def _load(self, folder: Path) -> TrainableDrafter:
-        kind = kind_class(kind_of(str(folder)))
-        loss = load_trained(str(folder)).config.loss
-        drafter: Any = kind.begin(self.target, str(folder), {}, loss)
-        return drafter.to(self.target.device)
+        return continued(self.target, str(folder))
 
     def _store(self, record: Json) -> str:
         """Saves the drafter as a new version; returns its name."""
@@ -499,7 +465,7 @@ class Adapter:
         if ratio.high < 1:
             record |= {"verdict": "worse", "version": served.name}
             state.trial = ""
-            self.optimizer = None
+            self.training = None
             self.drafter = self._load(served)
         else:
             name = self._store({"drafttrain": __version__, "first": str(self.first), **record})
@@ -562,7 +528,7 @@ class Adapter:
         self._link(before)
         # Training goes on from what serves.
         self.state.trial = ""
-        self.optimizer = None
+        self.training = None
         self.drafter = self._load(before)
         self.watch.bring(before)
         self.save()
@@ -615,27 +581,16 @@ class Adapter:
 
     def _train(self, rows: list[Json], until: float) -> tuple[int, int]:
         """Trains on rows until `until` seconds are spent in all; returns steps and tokens."""
-        if self.optimizer is None:
-            self.optimizer = torch.optim.AdamW(
-                self.drafter.parameters(),
-                # `_paced` sets the rate before each step.
-                lr=0.0,
-                betas=(0.9, 0.95),
-                weight_decay=0.0,
-            )
-            self.warm = 0
-        learner = Learner(
-            model=self.drafter,
-            optimizer=self.optimizer,
-            loss=self._loss,
-            max_norm=_MAX_NORM,
-            check=self._check_norm,
-        )
-        order = self._order(rows)
-        steps = 0
-        for _ in take_steps(learner, self._paced(order, until)):
+        if self.training is None:
+            self.training = ContinuedTraining(self.drafter, self.args.learning_rate)
+        start = self.state.spent
+
+        def spent() -> float:
             self.account()
-            steps += 1
+            return (self.state.spent - start) / max(until - start, 1e-9)
+
+        order = self._order(rows)
+        steps = len(self.training.train(order, self.source, spent))
         tokens = sum(row["length"] for batch in order[:steps] for row in batch)
         return steps, tokens
 
@@ -648,50 +603,12 @@ class Adapter:
         self.random.shuffle(rows)
         stages = []
         for begin in range(0, len(rows), _STAGE_ROWS):
-            stages.append(_batches(rows[begin : begin + _STAGE_ROWS]))
+            stages.append(batches_of(rows[begin : begin + _STAGE_ROWS]))
         order = []
         for stage in stages:
             for _ in range(self.args.passes):
                 order += self.random.sample(stage, len(stage))
         return order
-
-    def _paced(self, order: list[list[Json]], until: float) -> Iterator[list[list[Json]]]:
-        """A batch for each step, with its learning rate set, while seconds are left.
-
-        The rate rises over the first steps of an optimizer, and falls to a tenth by the end of the
-        order or of the time, whichever comes first.
-        """
-        assert self.optimizer is not None
-        start = self.state.spent
-        for steps, batch in enumerate(order):
-            now = self.state.spent
-            if now >= until:
-                return
-            done = max(steps / len(order), (now - start) / max(until - start, 1e-9))
-            # Counted over rounds, as the optimizer is kept.
-            self.warm = min(self.warm + 1, _WARM_UP)
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.args.learning_rate * self.warm / _WARM_UP * (1 - 0.9 * done)
-            yield [batch]
-
-    def _loss(self, batch: list[Json]) -> Tensor:
-        device = self.target.device
-        inputs = {key: value.to(device) for key, value in collate(batch).items()}
-        given = step_inputs(
-            Batch.of(inputs),
-            self.target,
-            self.source,
-            total=count_anchors(inputs),
-            measure=False,
-        )
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.bfloat16):
-            return self.drafter(inputs=given).loss
-
-    def _check_norm(self, norm: Tensor) -> None:
-        if not torch.isfinite(norm):
-            raise UserError(
-                f"grad_norm={float(norm)} is not finite; lower --learning-rate ({self.args.learning_rate})"
-            )
 
     def _replay(
         self,
@@ -716,17 +633,6 @@ def _row_of(answer: _Answer) -> Json:
     """The training row of an answer."""
     tokens = answer["tokens"]
     return cut_row(tokens, [[answer["start"], len(tokens)]], answer["number"], len(tokens))
-
-
-def _batches(rows: Sequence[Json]) -> list[list[Json]]:
-    """Rows of similar length together, up to _STEP_TOKENS a batch."""
-    made: list[list[Json]] = [[]]
-    for row in sorted(rows, key=lambda row: row["length"]):
-        # Padding to the longest row counts, which is the last in a sorted order.
-        if made[-1] and row["length"] * (len(made[-1]) + 1) > _STEP_TOKENS:
-            made.append([])
-        made[-1].append(row)
-    return made
 
 
 def compared(before: Sequence[list[int]], after: Sequence[list[int]]) -> tuple[Ratio, float, float]:

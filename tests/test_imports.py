@@ -45,6 +45,7 @@ ORDER = [
     ["train", "watch"],
     ["adapt"],
     ["api"],
+    ["trl_callback"],
     ["commands"],
     ["cli"],
     ["__main__"],

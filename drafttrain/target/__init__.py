@@ -8,6 +8,7 @@ snapshots.py, own_cache.py       models that keep their own forward and cache
 native_body.py                   decoding on a CPU: layers by C kernels (products: ops/packing.py)
 devices.py                       names of dtypes and devices
 shell.py                         a target without its layers
+borrowed.py                      a model in training as a target for a while
 generation.py                    generation_config and its logits processors
 
 Names of target.py and shell.py load on first use, so that `drafttrain fetch` does not import torch.

@@ -32,6 +32,7 @@ from typing import Protocol, Unpack
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -322,11 +323,11 @@ def hook_features(
     module: nn.Module,
     layer: int,
     output: bool = False,
-) -> None:
+) -> RemovableHandle | None:
     """Has a module's input (or output) caught as the feature of a layer.
 
     A module keeps one hook of each kind. Another Target of the same model, or the original of a
-    copied model, may have registered it already.
+    copied model, may have registered it already: then None is returned.
     """
     catch: Callable
     if output:
@@ -337,6 +338,6 @@ def hook_features(
         present = module._forward_pre_hooks
     with _hooking:
         if any(getattr(hook, "func", None) is catch for hook in present.values()):
-            return
+            return None
         register = module.register_forward_hook if output else module.register_forward_pre_hook
-        register(functools.partial(catch, layer), with_kwargs=True)
+        return register(functools.partial(catch, layer), with_kwargs=True)

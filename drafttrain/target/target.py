@@ -38,6 +38,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from drafttrain.batch import TargetOutput
@@ -103,6 +104,7 @@ class Target:
         forms: how each layer attends; empty without weights and on the snapshot path.
         sight: how it reads images, None if its class reads none. Nothing is loaded for it before
             the first prompt with images.
+        hooks: that it has registered with the model, see `hook`.
         idle_steps: captured decoding steps (CUDA graphs) between two calls of the decoder, see
             `take_idle_steps`.
         most_captured: the most tokens of a pass that a CUDA graph can capture, None for any number.
@@ -150,6 +152,7 @@ class Target:
         self._packed = False
         self._native: NativeBody | None = None
         self._hooked: set[int] = set()
+        self.hooks: list[RemovableHandle] = []
         self.sight: Sight | None = None
         if image_class(model.config) is type(model):
             self.sight = Sight(self)
@@ -812,9 +815,11 @@ class Target:
             wanted.add(LAST)
         for layer in wanted - self._hooked:
             if layer == self.num_layers:
-                hook_features(self.layers[-1], layer, output=True)
+                hook = hook_features(self.layers[-1], layer, output=True)
             elif layer == LAST and project_out is not None:
-                hook_features(project_out, layer)
+                hook = hook_features(project_out, layer)
             else:
-                hook_features(self.layers[layer], layer)
+                hook = hook_features(self.layers[layer], layer)
+            if hook is not None:
+                self.hooks.append(hook)
             self._hooked.add(layer)

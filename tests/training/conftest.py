@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import make_target, save_target
+from tests.drafters.helpers import make_drafter
 from tests.training.runs import write_data
 
 
@@ -15,3 +16,11 @@ def tiny(tmp_path_factory):
     target = make_target()
     save_target(target, folder / "target")
     return folder / "target", write_data(folder / "data", target)
+
+
+@pytest.fixture(scope="session")
+def head_folder(tmp_path_factory):
+    """The folder of an untrained EAGLE-3 head of the tiny target."""
+    folder = tmp_path_factory.mktemp("head") / "drafter"
+    make_drafter(make_target(), ttt_steps=2).save_pretrained(folder)
+    return folder

@@ -1,0 +1,148 @@
+"""Following a policy: the head improves on it, the policy stays as it was, and a run goes on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+from drafttrain import Follower, follow
+from drafttrain.drafters.shipping import find_drafter
+from drafttrain.errors import UserError
+from drafttrain.export.export_drafter import export
+from drafttrain.formats.weights import read_weights
+from drafttrain.inference import generate_batch
+from drafttrain.target import Target
+from tests.conftest import make_target, make_tokenizer
+
+PROMPTS = [[5, 6, 7 + number, 8] for number in range(12)]
+
+
+def moved(seed: int = 0, by: float = 0.02):
+    """A policy whose weights have moved, in training mode, with one frozen weight."""
+    policy = make_target().model
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight += by * torch.randn_like(weight)
+    policy.set_attn_implementation("sdpa")
+    policy.requires_grad_(True).train()
+    policy.model.norm.weight.requires_grad_(False)
+    policy.model.layers[1].eval()
+    return policy
+
+
+def rollouts_of(policy, prompts=PROMPTS) -> list[tuple[list[int], int]]:
+    """Greedy answers, decoded by a copy."""
+    target = Target.wrap(copy.deepcopy(policy), make_tokenizer())
+    made = generate_batch(target, None, prompts, max_new_tokens=24)
+    return [
+        (prompt + answer.tokens, len(prompt)) for prompt, answer in zip(prompts, made, strict=True)
+    ]
+
+
+def passes(policy, follower: Follower) -> int:
+    """Target passes of the answers to all prompts with the follower's head."""
+    target = Target.wrap(copy.deepcopy(policy), make_tokenizer())
+    made = generate_batch(target, follower.drafting(target), PROMPTS, max_new_tokens=24)
+    assert [answer.tokens for answer in made] == [
+        tokens[start:] for tokens, start in rollouts_of(policy)
+    ]
+    return sum(answer.stats.target_passes for answer in made)
+
+
+def left(policy) -> list[object]:
+    """All that a call must leave as it is."""
+    found: list[object] = [policy.config._attn_implementation, torch.get_rng_state().tolist()]
+    for module in policy.modules():
+        found += [module.training, len(module._forward_pre_hooks), len(module._forward_hooks)]
+    for weight in policy.parameters():
+        found += [weight.requires_grad, weight.grad, weight.detach().numpy().tobytes()]
+    return found
+
+
+def test_a_followed_head_improves_and_the_policy_is_untouched(head_folder):
+    policy = moved()
+    follower = Follower(str(head_folder), policy, make_tokenizer(), steps=40, rate=3e-3)
+    stale = passes(policy, follower)
+    rollouts = rollouts_of(policy)
+    before = left(policy)
+    made = follower.follow(rollouts)
+    assert left(policy) == before
+    assert made.steps == follower.taken == 40
+    assert sum(made.loss[-5:]) < 0.5 * sum(made.loss[:5])
+    assert passes(policy, follower) < 0.8 * stale
+
+
+def test_the_tensors_are_those_of_the_export(head_folder, tmp_path):
+    policy = moved()
+    follower = Follower(str(head_folder), policy, make_tokenizer(), steps=2)
+    followed = follow(policy, [("ab", "cdef"), ("ab", "")], follower)
+    sent = followed.tensors
+    assert followed.tokens == 12  # twice the only answer, with its prompt
+    saved = follower.save(tmp_path / "version-1")
+    export(find_drafter(str(saved)), "vllm", tmp_path / "export")
+    exported = read_weights(tmp_path / "export")
+    assert sent.keys() == exported.keys()
+    assert all(torch.equal(sent[name], exported[name]) for name in sent)
+
+
+def test_a_saved_follower_goes_on_to_the_bit(head_folder, tmp_path):
+    policy = moved()
+    rollouts = rollouts_of(policy)
+    whole = Follower(str(head_folder), policy, make_tokenizer(), steps=3, format="")
+    whole.follow(rollouts)
+    saved = whole.save(tmp_path / "saved")
+    resumed = Follower(str(saved), policy, make_tokenizer(), steps=3, format="")
+    expected = whole.follow(rollouts).tensors
+    found = resumed.follow(rollouts).tensors
+    assert resumed.taken == 6
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_an_adapter_is_followed(head_folder):
+    """Its states are the adapted policy's, as merging the adapter shows."""
+    policy = get_peft_model(moved(), LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                weight += 0.3
+    policy.train()
+    merged = copy.deepcopy(policy).merge_and_unload()
+    rollouts = rollouts_of(merged)
+    before = left(policy)
+    losses = []
+    for each in (policy, merged):
+        follower = Follower(str(head_folder), each, make_tokenizer(), steps=3)
+        losses.append(follower.follow(rollouts).loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert left(policy) == before
+
+
+def test_a_policy_whose_tokens_come_from_elsewhere_is_refused(head_folder):
+    prompted = get_peft_model(
+        moved(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
+    with pytest.raises(UserError, match="outside of its transformers model"):
+        Follower(str(head_folder), prompted, make_tokenizer())
+    headed = get_peft_model(moved(), LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(UserError, match="embedding or head has an adapter"):
+        Follower(str(head_folder), headed, make_tokenizer())
+    with pytest.raises(UserError, match="not whole in this process"):
+        Follower(str(head_folder), copy.deepcopy(moved()).to("meta"), make_tokenizer())
+
+
+def test_foreign_policies_and_rollouts_are_refused(head_folder):
+    other = make_target(vocab_size=310)
+    with pytest.raises(UserError, match="vocab_size=300"):
+        Follower(str(head_folder), other.model, other.tokenizer)
+    policy = moved()
+    before = left(policy)
+    follower = Follower(str(head_folder), policy, make_tokenizer())
+    with pytest.raises(UserError, match="none of 2 has two tokens of an answer"):
+        follower.follow([([5, 6, 7], 3), ([5, 6, 7], 2)])
+    with pytest.raises(UserError, match="token ids up to 300"):
+        follower.follow([([5, 6, 300, 7], 1)])
+    assert left(policy) == before
