@@ -123,7 +123,7 @@ StorageSize = Annotated[
     Limits(description="gigabytes, or an amount such as 500G or 4T"),
 ]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-StoreDtype = Literal["bfloat16", "float32", "int8"]  # of stored states
+StoreDtype = Literal["bfloat16", "float32", "int8", "float8"]  # of stored states
 FileDtype = Literal["float32", "bfloat16", "float16"]
 DeviceMap = Literal["", "auto", "balanced", "balanced_low_0", "sequential"]
 AnyText = Annotated[str, AfterValidator(_text), Limits(description="text without NUL")]

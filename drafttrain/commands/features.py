@@ -63,7 +63,7 @@ def features(
         target_device_map: auto spreads the target over GPUs (default: one device)
         layers: target states to store: default (three layers), wide (six) or 2,15,27
         top_k: store this many most likely tokens in place of the last hidden states
-        store_dtype: type of the stored states; int8 takes half of bfloat16's bytes
+        store_dtype: type of the stored states; int8 and float8 take half of bfloat16's bytes
         max_length: most tokens of a conversation that are stored; 0 stores all
         backend: what computes the states
         url: server of --backend vllm that serve-target started; repeat it for several (default:

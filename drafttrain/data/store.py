@@ -41,7 +41,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
-from drafttrain.data.int8_rows import block_size, restored, scale_names
+from drafttrain.data.quantized_rows import restored, scale_columns, scale_names
 from drafttrain.data.record_cache import StoredIds, cached_records
 from drafttrain.data.row_images import has_images
 from drafttrain.environment import __version__
@@ -576,7 +576,7 @@ class FeatureStore:
 
         "features" [n, f*h], and either "last_hidden" [n, h], or "topk_ids" [n, k] int32 (most
         likely first), "topk_logits" [n, k] and "log_z" [n] float32, the log of the softmax
-        denominator over the full vocabulary. int8 states come as bfloat16.
+        denominator over the full vocabulary. Quantized states come as bfloat16.
 
         Raises:
             UserError: a damaged shard, a tensor that is missing or has another shape, or values
@@ -585,14 +585,14 @@ class FeatureStore:
         shard = self._where.get(key)
         if shard is None:
             return None
-        # Read the tensors, and the scales of those that are int8.
+        # Read the tensors, and the scales of those that are quantized.
         names = ["features"]
         if self.top_k:
             names += ["topk_ids", "topk_logits", "log_z"]
         else:
             names.append("last_hidden")
         found = {}
-        scales = {}  # of the tensors that are stored as int8
+        scales = {}  # of the tensors that are stored as int8 or float8
         with reading(shard, "data", _SHARD_FIX):
             file = self._open(shard)
             for name in names:
@@ -650,9 +650,9 @@ class FeatureStore:
             if not is_sound:
                 return f"{name} has the type {tensor.dtype}"
 
-            if name in scales:  # int8 values are finite; their scales may not be
+            if name in scales:  # quantized values are finite; their scales may not be
+                blocks = (*rows, scale_columns(tensor, self.width))
                 tensor = scales[name]
-                blocks = (*rows, wanted[1] // block_size(self.width))
                 if tuple(tensor.shape) != blocks or not tensor.is_floating_point():
                     return f"the scales of {name} are {tensor.dtype} {list(tensor.shape)} instead of {list(blocks)}"
             # One pass without a copy: NaN and infinity survive the sum.

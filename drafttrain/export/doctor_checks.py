@@ -82,6 +82,16 @@ def _norms(patient: Patient) -> str:
     return ""
 
 
+def _causality(patient: Patient) -> str:
+    """Keys that contradict each other; vLLM 0.32 reads is_causal first, we and trainers the others."""
+    whole = patient.keys.get("is_causal")
+    for key in ("causal", "causal_head", "dflash_query_causal"):
+        own = patient.keys.get(key)
+        if None not in (whole, own) and whole != own:
+            return f"is_causal={whole}, which vLLM reads first, contradicts {key}={own}, which was trained"
+    return ""
+
+
 def _mask(patient: Patient) -> str:
     v = patient.target.vocab_size
     return "" if (patient.keys.get("mask_token_id") or 0) <= v else f"the target has {v} tokens"
@@ -113,6 +123,7 @@ CHECKS: dict[str, Callable[[Patient], str]] = {
     "partial rotation": partial(_rotary, key="partial_rotary_factor"),
     "mrope": _mrope,
     "norms": _norms,
+    "causality": _causality,
     "mask token": _mask,
     "vocabulary map": _vocabulary,
     "chat template": _template,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafttrain.credentials import redact
 from drafttrain.data.generate import parse_layers, train_command
-from drafttrain.data.int8_rows import stored_as, value_bytes
+from drafttrain.data.quantized_rows import QUANTIZED, stored_as, value_bytes
 from drafttrain.data.row_images import RowImages, cut_length, readable_rows, sendable_rows
 from drafttrain.data.store import (
     FeatureStore,
@@ -78,9 +78,9 @@ def run(args: argparse.Namespace) -> int:
             f"data={args.data!r} was tokenized for target {meta['target']['name']!r}, not for "
             f"{name!r}"
         )
-    if args.top_k and args.store_dtype == "int8":
+    if args.top_k and args.store_dtype in QUANTIZED:
         raise UserError(
-            f"store_dtype=int8 stores states, but top_k={args.top_k} stores logits; drop --top-k, "
+            f"store_dtype={args.store_dtype} stores states, but top_k={args.top_k} stores logits; drop --top-k, "
             "or store in bfloat16"
         )
     if args.top_k > target.vocab_size:

@@ -33,7 +33,7 @@ def gather_drafter(
             return None
         copy = drafter.blank()
         copy.to(shards[0].device, shards[0].dtype)  # type: ignore[arg-type]
-        copy.load_state_dict(drafter.state_dict())
+        copy.load_state_dict(drafter.plain_state())
     copy.bind(target)
     return copy
 

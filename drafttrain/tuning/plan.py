@@ -19,7 +19,7 @@ import torch
 from transformers import PretrainedConfig
 
 from drafttrain.config import TrainerKeys, load_config
-from drafttrain.data.int8_rows import value_bytes
+from drafttrain.data.quantized_rows import value_bytes
 from drafttrain.data.store import read_meta, stored_features
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.registry import kind_class

@@ -332,7 +332,7 @@ def test_full_disk_while_writing_a_shard(tmp_path, monkeypatch):
 
 
 def test_int8_rows_are_half_of_bfloat16_and_a_loud_layer_leaves_the_others_alone():
-    from drafttrain.data.int8_rows import block_size, restored, stored_as, value_bytes
+    from drafttrain.data.quantized_rows import block_size, restored, stored_as, value_bytes
 
     assert [block_size(width) for width in (576, 4096, 100, 32)] == [64, 64, 50, 32]
     states = torch.randn(7, 2 * 576, generator=torch.Generator().manual_seed(0))
@@ -351,6 +351,29 @@ def test_int8_rows_are_half_of_bfloat16_and_a_loud_layer_leaves_the_others_alone
     assert (again - states)[:5, quiet].norm() < 0.015 * states[:5, quiet].norm()
     states[0, 0] = float("nan")
     assert not torch.isfinite(stored_as("x", states, "int8", 576)["x_scale"]).all()
+
+
+def test_float8_rows_have_one_scale_and_an_error_that_follows_each_value():
+    """The rule of hs-connectors' files: the largest value of a row is 448, float8's largest."""
+    from drafttrain.data.quantized_rows import restored, stored_as, value_bytes
+
+    states = torch.randn(7, 2 * 576, generator=torch.Generator().manual_seed(0))
+    states[:, 3] *= 100  # an outlier column
+    states[5] = 0
+    kept = stored_as("features", states, "float8", 576)
+    values = kept["features"]
+    scale = kept["features_scale"]
+    assert values.dtype == torch.float8_e4m3fn and scale.shape == (7, 1)
+    torch.testing.assert_close(scale[:, 0] * 448, states.abs().amax(-1))
+    held = sum(tensor.nbytes for tensor in kept.values())
+    assert held <= value_bytes("float8", 576) * states.numel()
+
+    again = restored(values, scale).float()
+    # Half of the last of 3 bits, bfloat16's rounding, and half of the smallest value.
+    allowed = states.abs() * (2**-4 + 2**-8) + scale * 2**-10
+    assert ((again - states).abs() <= allowed).all()
+    states[0, 0] = float("inf")
+    assert not torch.isfinite(stored_as("x", states, "float8", 576)["x_scale"]).all()
 
 
 def test_many_shards_are_read_with_few_open_and_none_stays_mapped(tmp_path, monkeypatch):

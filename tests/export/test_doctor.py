@@ -223,6 +223,9 @@ FAULTS = {
     "a mask token beyond the vocabulary": Fault({"mask token"}, "DFlashDraftModel", block_keys(mask_token_id=5000)),
     "vLLM #56692, full layers that turn causal": Fault(
         {"vLLM #56692 0.32.0"}, "speculators dflash", keys(sliding_window_non_causal=False), OFF),
+    "NeMo's is_causal beside another causal": Fault(
+        {"causality"}, "DFlashDraftModel",
+        lambda config, _: config["dflash_config"].update(causal=True) or config.update(is_causal=False), OFF),
     "windows without a size": Fault(
         {"window"}, "DFlashDraftModel", keys(layer_types=["sliding_attention"] * 2)),
     "another embedding": Fault(

@@ -47,6 +47,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "dflash2", {"mask_token_id": 7, "markov_rank": 16, "block_size": 5, "conv_kernel_size": 3, "conv_group_size": 8}),
     ("llama", "dflash", {"mask_token_id": 7, "sliding_window": 12}),
     ("llama", "dflash2", {"mask_token_id": 7, "markov_rank": 8, "sliding_window": 12}),
+    ("llama", "dflash", {"mask_token_id": 7, "sliding_window": 12, "num_hidden_layers": 3,
+                         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 ]  # fmt: skip
 
 

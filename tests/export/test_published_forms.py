@@ -121,6 +121,19 @@ def eagle1(state, drafter):
     }
 
 
+MTP_NAMES = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"}
+
+
+def mtp_module(state, drafter):
+    found = {"mtp_layers.0.final_layernorm.weight": state["norm.weight"]}
+    for name, value in state.items():
+        if name.startswith("blocks.0."):
+            own, _, rest = name.removeprefix("blocks.0.").partition(".")
+            place = f"{MTP_NAMES[own]}.{rest}" if own in MTP_NAMES else rest
+            found[f"mtp_layers.0.{place}"] = value
+    return found
+
+
 def plain(state, drafter):
     return {k: v for k, v in state.items() if k != "kept_ids"}
 
@@ -146,6 +159,7 @@ NAMING = (
     modelopt_markov,
     speculators_block,
     eagle1,
+    mtp_module,
     plain,
     medusa,
     accelerator,

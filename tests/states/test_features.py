@@ -67,6 +67,7 @@ def loss_of(data, target, stored: bool, loss: str = "kl"):
         (["--store-dtype", "float32"], 0.0),
         ([], 2e-2),
         (["--store-dtype", "int8"], 6e-2),
+        (["--store-dtype", "float8"], 1.5e-1),
         (["--store-dtype", "float32", "--top-k", "300"], 1e-5),
     ],
 )

@@ -6,8 +6,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from drafttrain.cli import main
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.target import Target
@@ -72,6 +74,15 @@ def test_an_own_drafter_goes_on_with_packing_and_checkpointing(tmp_path, made, c
         (["drafter.qk_norm=true"], "drafter.qk_norm=True, but .* has False"),
         (["drafter.fc_nrm=true"], "unknown key drafter.fc_nrm; did you mean fc_norm"),
         (["init=/nowhere"], "init='/nowhere': no such folder"),
+        (
+            ["drafter.lora={r: 4, targets: [lm_head]}"],
+            "targets=.* names no linear layer .* fc, gate_proj",
+        ),
+        (["drafter.lora={rank: 4}"], "unknown key drafter.lora.rank; there are r, alpha"),
+        (
+            ["init=target", "drafter.lora={r: 4}"],
+            "adapters of a trained drafter, but init='target'",
+        ),
     ],
 )
 def test_a_recipe_that_contradicts_the_drafter_is_refused(tmp_path, made, words, message, capsys):
@@ -79,6 +90,69 @@ def test_a_recipe_that_contradicts_the_drafter_is_refused(tmp_path, made, words,
     import re
 
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.thorough
+def test_adapters_of_a_head_are_trained_resumed_merged_and_read_alone(tmp_path, made):
+    words = [*recipe(tmp_path, made), "drafter.lora={r: 4}", "learning_rate=0.01", "save_steps=2"]
+    words.append("lr_scheduler_type=constant")
+    whole = tmp_path / "whole"
+    assert main(["train", *words, f"output_dir={whole}"]) == 0
+    assert main(["train", *words, "max_steps=2"]) == 0
+    assert main(["train", *words]) == 0
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        once, resumed = (load_file(folder / name) for folder in (whole, tmp_path / "drafter"))
+        assert all(torch.equal(once[key], resumed[key]) for key in once), name
+
+    # Only layers with adapters have changed, and the adapters are a fraction of them.
+    before, after = (load_file(folder / "model.safetensors") for folder in (made[2], whole))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc")
+    assert before.keys() == after.keys() and changed
+    assert all(name.split(".")[-2] in layers for name in changed)
+    small = (whole / "adapter" / "adapter_model.safetensors").stat().st_size
+    assert small < 0.5 * (whole / "model.safetensors").stat().st_size
+
+    # The adapter alone, on its head, is the same drafter.
+    again = tmp_path / "again"
+    adapter = whole / "adapter"
+    assert (
+        main(
+            [
+                "import",
+                "--checkpoint",
+                str(adapter),
+                "--target",
+                str(made[0]),
+                "--output",
+                str(again),
+            ]
+        )
+        == 0
+    )
+    read = load_file(again / "model.safetensors")
+    assert all(torch.equal(read[name], after[name]) for name in after)
+
+
+@torch.no_grad()
+def test_a_head_with_adapters_is_packed_with_them(made):
+    target = Target.load(str(made[0]), "float32")
+    options = {"lora": {"r": 4}}
+    drafter = Eagle3.begin(target, str(made[2]), options, "kl").eval()
+    for name, weight in drafter.named_parameters():
+        assert weight.requires_grad == ("lora_" in name), name
+        if "lora_B" in name:
+            weight.normal_(std=0.1)
+    session = drafter.start(torch.arange(9), 64)
+    features = torch.randn(8, drafter.fc.in_features, generator=torch.Generator().manual_seed(0))
+    session.extend(torch.arange(1, 9), features)
+    want = session.propose(TreeSpec.parse("chain:2"))
+    drafter.pack()
+    session = drafter.start(torch.arange(9), 64)
+    session.extend(torch.arange(1, 9), features)
+    found = session.propose(TreeSpec.parse("chain:2"))
+    assert found.tokens.tolist() == want.tokens.tolist()
+    torch.testing.assert_close(found.log_probs, want.log_probs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_target_that_it_was_not_made_for_is_refused(tmp_path, made, capsys):

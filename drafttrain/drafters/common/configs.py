@@ -149,6 +149,8 @@ class DecoderConfig(TargetedConfig):
             positions further behind.
         extra_vocab_size: most tokens of a prompt and its answer that join the kept ones in
             decoding, on CPUs; 0 for none.
+        lora: adapters to train in place of the layers' weights when a drafter is continued, {r: 8,
+            alpha: 16, targets: all-linear, dropout: 0}; empty trains all weights.
     """
 
     target_width: ClassVar[bool] = False
@@ -165,6 +167,7 @@ class DecoderConfig(TargetedConfig):
     sliding_window: Size | None = 0
     position_offset: Offset = 0
     extra_vocab_size: Size = 0
+    lora: Json | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.rope_parameters is None:

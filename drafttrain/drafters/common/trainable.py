@@ -20,7 +20,7 @@ from drafttrain.drafters.base import (
     Session,
     Specs,
 )
-from drafttrain.drafters.common import rows
+from drafttrain.drafters.common import lora, rows
 from drafttrain.drafters.common.context_tokens import ContextTokens, ContextVocabulary
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, JointSession, Places
@@ -45,6 +45,7 @@ from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
 from drafttrain.values import check, kinds_of
 
+_FUSING = ("fc", "eh_proj")  # linear layers that fuse what decoder layers read
 _REPAIR = "use the folder as training or import wrote it"
 # Fields of a target's identity that a drafter records, and that must equal those of the target it
 # is used with.
@@ -261,6 +262,10 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     def blank(self) -> Self:
         return type(self)(self.config)
 
+    def plain_state(self) -> dict[str, Tensor]:
+        """The state dict that `blank` takes."""
+        return self.state_dict()
+
     def pack(self) -> None:
         """Packs linear layers and norms as far as the CPU kernels support them."""
         self.keep_saved()
@@ -375,8 +380,13 @@ class DecoderDrafter(TrainableDrafter):
     """A trained drafter of decoder layers, with a cache.
 
     A kind calls `finish` when it has made its modules.
+
+    Attributes:
+        adapted: only adapters are trained, in linear layers of its decoder layers and in what fuses
+            their input.
     """
 
+    adapted = False
     packed = False
     stored = torch.float32  # of cached keys and values on a CPU
     name_options = ("extra_vocab_size",)
@@ -400,6 +410,83 @@ class DecoderDrafter(TrainableDrafter):
         )
         self.gradient_checkpointing = False
         self.post_init()
+
+    @classmethod
+    def begin(
+        cls,
+        target: Target,
+        init: str,
+        options: Json,
+        loss: str,
+        keep: KeepTokens | None = None,
+    ) -> Self:
+        own = dict(options)
+        adapters = cls.check_options({"lora": own.pop("lora", None) or {}})["lora"]
+        if adapters and init in NEW:
+            raise UserError(
+                f"drafter.lora={adapters} trains adapters of a trained drafter, but init={init!r} begins a new one; set "
+                "init to a drafter's folder or Hub id, or drop the key"
+            )
+        drafter = super().begin(target, init, own, loss, keep)
+        drafter.config.lora = adapters
+        if adapters:
+            drafter.add_adapters(adapters, init)
+        return drafter
+
+    # -- adapters ----------------------------------------------------------------------------------
+
+    def add_adapters(self, options: Json, base: str) -> None:
+        """Adds LoRA adapters and freezes all other weights; base: the drafter's name."""
+        paths = {module: name for name, module in self.named_modules()}
+        linear = []
+        for layer in self.decoder_layers:
+            for name, module in layer.named_modules():
+                if isinstance(module, nn.Linear):
+                    linear.append(f"{paths[layer]}.{name}")
+        # The other linear modules are heads, whose weights losses and kernels read as they are.
+        linear += [name for name in paths.values() if name.rpartition(".")[2] in _FUSING]
+        lora.add_lora(self, options, linear, base)
+        self.adapted = True
+
+    def plain_state(self) -> dict[str, Tensor]:
+        if self.adapted:
+            return lora.merged(self, self.state_dict())
+        return super().plain_state()
+
+    def merge_adapters(self) -> None:
+        """Merges adapters into the layers and removes them; without adapters, does nothing."""
+        if self.adapted:
+            lora.unload(self)
+            self.adapted = False
+
+    def keep_saved(self, folder: Path | None = None) -> None:
+        # Kernels read the layers' weights alone, so adapters join these before any is packed.
+        self.merge_adapters()
+        super().keep_saved(folder)
+
+    def write(
+        self,
+        folder: str | Path,
+        state_dict: dict[str, Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """As the base class; adapters are merged, and are in the folder `adapter` too."""
+        if not self.adapted:
+            super().write(folder, state_dict=state_dict, **options)
+            return
+        state = state_dict or self.state_dict()
+        plain = self.blank()
+        plain.load_state_dict(lora.merged(self, state))
+        plain.write(folder, **options)
+        if options.get("is_main_process", True):
+            lora.save_adapter(self, state, Path(folder) / lora.FOLDER)
+
+    def load_checkpoint(self, folder: str | Path) -> bool:
+        """As the base class; with adapters, reads those alone."""
+        if not self.adapted:
+            return super().load_checkpoint(folder)
+        lora.load_adapter(self, Path(folder) / lora.FOLDER)
+        return True
 
     def bind(self, target: Target) -> None:
         super().bind(target)

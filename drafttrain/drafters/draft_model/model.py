@@ -31,6 +31,7 @@ from torch import Tensor
 
 from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import KeepTokens, StepInputs
+from drafttrain.drafters.common import lora
 from drafttrain.drafters.common.configs import TargetedConfig
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places
 from drafttrain.drafters.common.static_draft import DraftSteps
@@ -55,8 +56,6 @@ from drafttrain.target import Target
 from drafttrain.target.attention import DocumentAttention, apart, attention_context
 from drafttrain.target.shared_rows import SharedRows
 from drafttrain.values import Name, Size
-
-_ADAPTER = "adapter"
 
 
 class DraftModelConfig(TargetedConfig):
@@ -140,7 +139,7 @@ class DraftModel(TrainableDrafter):
         self.tokenizer = tokenizer
         self._no_split_modules = getattr(lm, "_no_split_modules", None)
         if config.lora:
-            language_models.add_lora(lm, config.lora)
+            lora.add_lora(lm, config.lora)
         try:
             self.runner = Target.wrap(lm, tokenizer, name or type(lm).__name__, freeze=False)
         except UserError as error:
@@ -229,7 +228,7 @@ class DraftModel(TrainableDrafter):
         state = self._lm_state(state_dict)
         self.lm.save_pretrained(folder, state_dict=self._plain_state(state))
         if self.config.lora:
-            language_models.save_adapter(self.lm, state, folder / _ADAPTER)
+            lora.save_adapter(self.lm, state, folder / lora.FOLDER)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         described = self.config.described()
@@ -239,7 +238,7 @@ class DraftModel(TrainableDrafter):
     def load_checkpoint(self, folder: str | Path) -> bool:
         """Reads the weights that the same training wrote; with LoRA, the adapter."""
         if self.config.lora:
-            language_models.load_adapter(self.lm, Path(folder) / _ADAPTER)
+            lora.load_adapter(self.lm, Path(folder) / lora.FOLDER)
         else:
             language_models.load_weights(self.lm, Path(folder))
         return True
@@ -253,7 +252,7 @@ class DraftModel(TrainableDrafter):
     def _plain_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """A state dict of the language model with its adapters merged."""
         if self.config.lora:
-            return language_models.merged(self.lm, state)
+            return lora.merged(self.lm, state)
         return state
 
     # -- vocabulary, packing, copies ---------------------------------------------------------------

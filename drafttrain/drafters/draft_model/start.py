@@ -1,7 +1,4 @@
-"""Builds a draft model from some of the target's layers, from a config, or from a checkpoint.
-
-Adapters (LoRA, arXiv 2106.09685, by peft) are merged into the saved weights.
-"""
+"""Builds a draft model from some of the target's layers, from a config, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,48 +6,18 @@ import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from drafttrain.drafters.common.lora import check_state
 from drafttrain.errors import UserError, text_of
-from drafttrain.extras import LazyPackage
 from drafttrain.files import Json
-from drafttrain.formats.weights import Shapes, check_names, read_weights
+from drafttrain.formats.weights import read_weights
 from drafttrain.target import Target, resolve_target
-from drafttrain.target.loading import check_finite, load_language_model, loading
-from drafttrain.values import AnyText, Count, Depth, Fraction, PositiveAmount, check
-
-if TYPE_CHECKING:
-    import peft
-else:
-    peft = LazyPackage("peft")
-
-_LORA = {
-    "r": 8,
-    "alpha": 16,
-    "targets": "all-linear",
-    "dropout": 0.0,
-}
-_LORA_KINDS = {
-    "r": Depth,
-    "alpha": Count | PositiveAmount,
-    "targets": AnyText | list[AnyText],
-    "dropout": Fraction,
-}
-# peft's names of these options.
-_PEFT_NAMES = {
-    "alpha": "lora_alpha",
-    "targets": "target_modules",
-    "dropout": "lora_dropout",
-}
-_ADAPTER = "default"
-_WEIGHTS = "adapter_model.safetensors"
-# Prefix of module names in peft's files, which describe a wrapped model.
-_PREFIX = "base_model.model."
+from drafttrain.target.loading import load_language_model, loading
 
 
 def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
@@ -193,20 +160,6 @@ def load_weights(lm: Any, folder: Path) -> None:
     lm.load_state_dict(state, strict=False)
 
 
-def check_state(state: dict[str, Tensor], expected: Shapes, folder: Path) -> None:
-    """Checks a checkpoint of the same training.
-
-    Raises:
-        UserError: it is another model's, or not finite.
-    """
-    fix = "choose another output_dir, or resume=false"
-    try:
-        check_names(state, expected, str(folder))
-    except UserError as error:
-        raise UserError(f"{error}: weights of another model; {fix}") from error
-    check_finite(state.items(), str(folder), fix)
-
-
 def differing_ids(tokenizer: Any, target: Target) -> list[int]:
     """Ids that stand for other tokens in a tokenizer than in the target's.
 
@@ -218,77 +171,3 @@ def differing_ids(tokenizer: Any, target: Target) -> list[int]:
     ours = {i: token for token, i in tokenizer.get_vocab().items()}
     theirs = {i: token for token, i in target.tokenizer.get_vocab().items()}
     return sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
-
-
-def add_lora(lm: nn.Module, options: Json) -> None:
-    """Adds adapters to a language model, in place, and freezes all other weights.
-
-    Args:
-        options: {r: rank, alpha: the adapters' weight times r, targets: names of linear layers or
-            all-linear, dropout}.
-
-    Raises:
-        UserError: an unknown option, or targets that the model does not have.
-    """
-    for key in options:
-        if key not in _LORA:
-            raise UserError(f"unknown key drafter.lora.{key}; there are {', '.join(_LORA)}")
-    chosen: Json = {}
-    for key, default in _LORA.items():
-        value = options.get(key, default)
-        name = _PEFT_NAMES.get(key, key)
-        chosen[name] = check(f"drafter.lora.{key}", value, _LORA_KINDS[key])
-    try:
-        peft.inject_adapter_in_model(peft.LoraConfig(**chosen, task_type="CAUSAL_LM"), lm, _ADAPTER)
-    except ValueError as error:
-        raise UserError(f"drafter.lora={options}: {text_of(error)}") from error
-
-
-def merged(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the plain model, with W + alpha / r * B A in place of W, A and B.
-
-    Computed from the state alone: the model's own weights may be sharded, and merging in place and
-    back would not restore them bit for bit.
-    """
-    plain = {}
-    for name, value in state.items():
-        if ".lora_" not in name:
-            plain[name.replace(".base_layer.", ".")] = value
-    for name, module in lm.named_modules():
-        if isinstance(module, peft.tuners.lora.LoraLayer):
-            up = state[f"{name}.lora_B.{_ADAPTER}.weight"]  # [out, r]
-            down = state[f"{name}.lora_A.{_ADAPTER}.weight"]  # [r, in]
-            delta = (up @ down) * module.scaling[_ADAPTER]
-            if getattr(module, "fan_in_fan_out", False):
-                delta = delta.T
-            weight = plain[f"{name}.weight"]
-            plain[f"{name}.weight"] = weight + delta.to(weight.dtype)
-    return plain
-
-
-def save_adapter(lm: Any, state: dict[str, Tensor], folder: Path) -> None:
-    """Writes the adapter as peft does, for `PeftModel.from_pretrained(base, folder)`."""
-    lm.peft_config[_ADAPTER].save_pretrained(str(folder))
-    own = peft.get_peft_model_state_dict(
-        lm,
-        state_dict=state,
-        adapter_name=_ADAPTER,
-        save_embedding_layers=False,
-    )
-    tensors = {_PREFIX + name: value.contiguous() for name, value in own.items()}
-    save_file(tensors, folder / _WEIGHTS)
-
-
-def load_adapter(lm: nn.Module, folder: Path) -> None:
-    """Loads the weights that `save_adapter` wrote; raises UserError if they do not fit."""
-    with loading(f"{folder}/{_WEIGHTS}", "choose another output_dir, or resume=false"):
-        state = load_file(folder / _WEIGHTS)
-    own = {name.removeprefix(_PREFIX): value for name, value in state.items()}
-    expected = peft.get_peft_model_state_dict(
-        lm,
-        adapter_name=_ADAPTER,
-        save_embedding_layers=False,
-    )
-    shapes = {name: tuple(value.shape) for name, value in expected.items()}
-    check_state(own, shapes, folder)
-    peft.set_peft_model_state_dict(lm, own, adapter_name=_ADAPTER)

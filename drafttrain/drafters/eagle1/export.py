@@ -2,6 +2,7 @@
 
     vLLM    architectures ["EagleLlamaForCausalLM"], fc.weight, layers.{i}.*
     SGLang  architectures ["LlamaForCausalLMEagle"], the same and fc.bias, which its class has: zeros where ours has none
+    verl    architectures ["LlamaForCausalLMEagle1"], with a norm of layer 0's input and a last norm (import only)
     paper   architectures ["LlamaForCausalLM"], the same, an embedding that is the target's, and mostly fc.bias (import only)
 
 Layer 0 has no input_layernorm in either, and there is no last norm. Embedding and head are the
@@ -9,7 +10,7 @@ target's, which both engines share with a head that brings none. They draft over
 vocabulary, whatever was kept.
 
 Sources: vLLM 0.32 models/llama_eagle.py and transformers_utils/configs/eagle.py; SGLang 0.5.5 to
-0.5.23 srt/models/llama_eagle.py; SafeAILab/EAGLE model/cnets1.py.
+0.5.23 srt/models/llama_eagle.py; verl-SpeCo 0.1 models/eagle1; SafeAILab/EAGLE model/cnets1.py.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from drafttrain.drafters.shipping import (
 from drafttrain.errors import UserError
 from drafttrain.files import Json, value_of
 from drafttrain.formats.engines import EngineRelease
-from drafttrain.formats.weights import dtype_name
+from drafttrain.formats.weights import architectures_in, dtype_name
 
+_NORMED = "LlamaForCausalLMEagle1"  # verl-SpeCo's class, with two norms that engines lack
 _ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
 
 
@@ -58,8 +60,11 @@ class Eagle1Shipping(Shipping[Eagle1]):
     # An engine drafts over the whole vocabulary, by the target's head.
     engine_keys = ENGINE_KEYS
     architectures = tuple(_ARCHITECTURES.values())
-    published_keys = {*LAYER_KEYS, *LAYER_FORMS}
-    reads = "EAGLE-1 heads (EagleLlamaForCausalLM, LlamaForCausalLMEagle, the authors' one-layer LlamaForCausalLM)"
+    published_keys = {*LAYER_KEYS, *LAYER_FORMS, "draft_num_hidden_layers", "target_hidden_size"}
+    reads = (
+        "EAGLE-1 heads (EagleLlamaForCausalLM, LlamaForCausalLMEagle, LlamaForCausalLMEagle1, the authors' one-layer "
+        "LlamaForCausalLM)"
+    )
     serving = {"vLLM": {"method": "eagle"}, "SGLang": {"speculative-algorithm": "EAGLE"}}
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
@@ -69,6 +74,10 @@ class Eagle1Shipping(Shipping[Eagle1]):
             found.append("qk_norm: the engine's class is a Llama, which norms no queries and keys")
         if config.mlp_bias and form == "sglang":
             found.append("mlp_bias: the engine's MLP has none")
+        if config.normed_layers:
+            found.append(
+                "normed_layers: the engine's class norms neither the first layer's input nor the last output"
+            )
         if config.fc_bias and form == "vllm":
             found.append("fc_bias: vLLM's class has no bias in fc, and would leave it out")
         return found
@@ -90,17 +99,24 @@ class Eagle1Shipping(Shipping[Eagle1]):
 
     def more_fields(self, original: Eagle1, export: Exported) -> Json:
         if isinstance(original, Eagle1):
-            return {"fc_bias": original.config.fc_bias}
-        return {"fc_bias": "fc.bias" in export.weights}
+            config = original.config
+            return {"fc_bias": config.fc_bias, "normed_layers": config.normed_layers}
+        normed = bool(export.config.get("normed_layers", False))
+        return {"fc_bias": "fc.bias" in export.weights, "normed_layers": normed}
 
     def foreign(self, checkpoint: Exported) -> list[str]:
         reasons = windows_of(checkpoint.config)
         if "sliding_attention" in value_of(checkpoint.config, "layer_types", []):
             reasons.append("has layers with a window (layer_types)")
+        width = value_of(checkpoint.config, "target_hidden_size", 0)
+        if width not in (0, value_of(checkpoint.config, "hidden_size", 0)):
+            reasons.append(
+                f"reads states of another width than its own (target_hidden_size={width})"
+            )
         return reasons
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
-        if super().recognizes(config):
+        if super().recognizes(config) or _NORMED in architectures_in(config):
             return True
         # The authors' own heads; those with a draft vocabulary are EAGLE-3's.
         llama = config.get("architectures") == ["LlamaForCausalLM"]
@@ -132,6 +148,10 @@ class Eagle1Shipping(Shipping[Eagle1]):
             value = value_of(checkpoint.config, name, default)
             if value is not None:
                 keys[name] = value
+        keys["num_hidden_layers"] = value_of(
+            checkpoint.config, "draft_num_hidden_layers", keys["num_hidden_layers"]
+        )
+        keys["normed_layers"] = _NORMED in architectures_in(checkpoint.config)
         keys["rope_parameters"] = published_rope(checkpoint.config)
         form = "sglang" if "fc.bias" in found else "vllm"
         keys["architectures"] = [_ARCHITECTURES[form]]

@@ -24,7 +24,7 @@ from drafttrain.batch import Batch
 from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.configs import LastStateConfig
 from drafttrain.drafters.common.layer_model import LayerDrafter
-from drafttrain.drafters.common.layers import DraftLayer
+from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
 from drafttrain.drafters.common.starts import (
     copy_last_layers,
     frozen_head,
@@ -45,6 +45,8 @@ class Eagle1Config(LastStateConfig):
     Attributes:
         ttt_steps: 1 as in the paper; more also train on the drafter's own output, as EAGLE-3 does.
         fc_bias: `fc` has a bias, as heads of the paper's authors do.
+        normed_layers: the first layer norms its input and a norm follows the last, as in verl-SpeCo's
+            heads; the paper has neither, and no engine's class.
         regression, token_weight: weights of the smooth L1 distance to the target's next state (mean
             over its entries), and of the divergence.
         feature_noise: a; in training, true states get uniform noise in (-a, a) * 512 / tokens of
@@ -55,6 +57,7 @@ class Eagle1Config(LastStateConfig):
     recipe_keys = (*LastStateConfig.recipe_keys, "regression", "token_weight", "feature_noise")
     ttt_steps: Depth = 1
     fc_bias: bool = False
+    normed_layers: bool = False
     regression: Weight = 1.0
     token_weight: Weight = 0.1
     feature_noise: Weight = 0.1
@@ -83,8 +86,12 @@ class Eagle1(LayerDrafter):
         super().__init__(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(
-            DraftLayer(config, normed=i > 0) for i in range(config.num_hidden_layers)
+            DraftLayer(config, normed=config.normed_layers or i > 0)
+            for i in range(config.num_hidden_layers)
         )
+        self.norm: RMSNorm | None = None
+        if config.normed_layers:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.finish(config.num_hidden_layers)
 
     @property
@@ -144,6 +151,11 @@ class Eagle1(LayerDrafter):
     ) -> tuple[Tensor, Tensor | None]:
         return self.fc(torch.cat((embeds, state), dim=-1)), None
 
+    def leave(self, state: Tensor) -> Tensor:
+        if self.norm is not None:
+            return self.norm(state)
+        return state
+
     def score(self, read: Tensor) -> Tensor:
         if self.all_tokens is not None:
             return self.all_tokens(read)
@@ -151,6 +163,8 @@ class Eagle1(LayerDrafter):
 
     def draft_weights(self, depth: int) -> DraftWeights | None:
         config = self.config
+        if config.normed_layers:
+            return None
         return DraftWeights(
             hidden=config.hidden_size,
             embed_width=config.hidden_size,

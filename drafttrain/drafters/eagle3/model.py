@@ -137,7 +137,8 @@ class Eagle3(LayerDrafter):
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        self.lm_head.requires_grad_(self.config.train_head)
+        trained = self.config.train_head and not self.adapted  # adapters freeze all other weights
+        self.lm_head.requires_grad_(trained)
 
     @classmethod
     def stored_shapes(

@@ -1,0 +1,162 @@
+"""NeMo Automodel's and ModelOpt's own draft classes on our exports: the same tensors, and the same states of a block.
+
+NEMO_WHEEL and MODELOPT_WHEEL name wheels: pip download --no-deps nemo-automodel==0.7.0 nvidia-modelopt==0.47.0
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drafttrain.drafters.registry import kind_class
+from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
+from drafttrain.target import Target
+from tests.conftest import make_target
+from tests.drafters.block_kinds import MIXED, block_states, shaken
+
+WHEEL = os.environ.get("NEMO_WHEEL", "")
+WHOLE = {"kept": torch.arange(300), "mask_token_id": 290}
+DSPARK = {"markov_rank": 8, "sample_from_anchor": True}
+CASES: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("dflash", "vllm", "Qwen3DFlashDraftModel", {}),
+    ("dflash", "vllm", "Qwen3DFlashDraftModel", {"sliding_window": 12}),
+    ("dflash", "vllm", "Qwen3DFlashDraftModel", MIXED),
+    ("jetspec", "vllm", "Qwen3DFlashDraftModel", {}),
+    ("domino", "sglang", "Qwen3DFlashDraftModel", {"gru_hidden_dim": 24, "emb_dim": 16}),
+    ("dflash2", "vllm", "Qwen3DFlash2DraftModel", {"markov_rank": 8, "selector_top_k": 16}),
+    ("dflash", "vllm", "DFlashModule", {}),
+    ("dflash", "vllm", "DFlashModule", {"sliding_window": 12, "attention_sink_bias": True}),
+    ("dflash", "vllm", "DFlashModule", {"causal": True, "attention_sink_bias": True}),
+    ("dspark", "vllm", "DSparkModule", DSPARK),
+    ("dspark", "vllm", "DSparkModule", {**DSPARK, "markov_head_type": "gated"}),
+    ("dspark", "vllm", "DSparkModule", {**DSPARK, "markov_head_type": "rnn"}),
+    (
+        "domino",
+        "sglang",
+        "DominoModule",
+        {"gru_hidden_dim": 24, "emb_dim": 16, "sample_from_anchor": True},
+    ),
+]
+
+
+class Trainer(NamedTuple):
+    """Where a trainer's classes are, without what its packages import."""
+
+    wheel: str  # as a path of imports
+    package: str
+    modules: dict[str, str]  # class -> module
+
+
+NEMO = Trainer(
+    WHEEL,
+    "nemo_automodel.components.speculative.dflash",
+    {"Qwen3DFlashDraftModel": "draft_qwen3", "Qwen3DFlash2DraftModel": "draft_qwen3_dflash2"},
+)
+MODELOPT = Trainer(
+    os.environ.get("MODELOPT_WHEEL", ""),
+    "modelopt.torch.speculative.plugins",
+    {
+        "DFlashModule": "modeling_dflash",
+        "DSparkModule": "modeling_dspark",
+        "DominoModule": "modeling_domino",
+    },
+)
+
+
+def class_of(trainer: Trainer, name: str, monkeypatch) -> Any:
+    """A trainer's class; its packages are empty, so that nothing else of the wheel is imported."""
+    parts = trainer.package.split(".")
+    for count in range(1, len(parts) + 1):
+        package = types.ModuleType(".".join(parts[:count]))
+        package.__path__ = ["/".join((trainer.wheel, *parts[:count]))]
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    return getattr(importlib.import_module(f"{trainer.package}.{trainer.modules[name]}"), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "form", "name", "options"), CASES)
+@torch.no_grad()
+def test_a_trainer_computes_what_our_drafter_does(tmp_path, monkeypatch, kind, form, name, options):
+    trainer = MODELOPT if name in MODELOPT.modules else NEMO
+    if not trainer.wheel:
+        pytest.skip(f"no wheel of {trainer.package.partition('.')[0]} is named")
+    from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    built = make_target(layers=8)
+    built.model.save_pretrained(tmp_path / "target")
+    built.tokenizer.save_pretrained(tmp_path / "target")
+    target = Target.load(str(tmp_path / "target"), "float32", "cpu")
+    drafter = shaken(kind_class(kind), target, feature_layers=(1, 2, 3), **WHOLE, **options)
+    drafter.save_pretrained(tmp_path / "ours")
+    trained = find_drafter(str(tmp_path / "ours"))
+    request = ExportRequest(tmp_path / "out", torch.float32, target.name)
+    shipping(kind).write(trained, form, request)
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    if trainer is MODELOPT:  # its exporter nests what its classes read at the top
+        described |= described["dflash_config"]
+        described["use_confidence_head"] = described.pop("enable_confidence_head", False)
+        described.pop("layer_types", None)  # its windows are in the mask alone
+    config = Qwen3Config.from_dict({**described, "architectures": [name]})
+    config._attn_implementation = "eager"
+    model = class_of(trainer, name, monkeypatch)(config).float().eval()
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    if (
+        trainer is MODELOPT
+    ):  # its exporter's names; and a table that its code makes for older releases
+        weights = {
+            key.replace("confidence_head.proj", "confidence_proj"): weights[key] for key in weights
+        }
+        model.rotary_emb = Qwen3RotaryEmbedding(config)
+    model.load_state_dict(weights, strict=True)
+
+    features = torch.randn(20, 96, generator=torch.Generator().manual_seed(0))
+    size = drafter.config.block_size
+    root = 5
+    block = torch.tensor([root] + [290] * (size - 1))
+    at = torch.arange(20 + size)
+    queries = at[20:, None]
+    seen = torch.ones(size, len(at), dtype=torch.bool)
+    if drafter.config.sliding_window:
+        seen &= queries - at < drafter.config.sliding_window
+    if drafter.config.causal:
+        seen &= at <= queries
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+    if options is MIXED:
+        mask = None  # each layer makes its own
+    if trainer is MODELOPT and drafter.config.attention_sink_bias:  # without a compiler
+        module = sys.modules[f"{trainer.package}.modeling_dflash"]
+        monkeypatch.setattr(module, "_compiled_sink_attention", module._sink_attention_impl)
+    theirs = model(
+        position_ids=at[None],
+        noise_embedding=target.embed(block)[None],
+        target_hidden=features[None],
+        attention_mask=mask,
+    )[0, -drafter.config.depth :]
+    ours = block_states(drafter, features, root)
+    difference = float((theirs - ours).abs().max())
+    print(kind, sorted(options), f"{difference:.1e}")
+    assert difference < 1e-5
+    if kind == "dspark":  # the correction of the block's tokens as a path, and its confidence
+        live = torch.ones(1, size, dtype=torch.bool)
+        hidden, _ = drafter.readout_of_blocks(ours, block, torch.tensor([0]), live)
+        bent = hidden[:, drafter.config.hidden_size :]
+        wanted = model.compute_markov_bias(block[None, None], theirs[None, None])[0, 0]
+        torch.testing.assert_close(drafter.markov_out(bent), wanted, rtol=0, atol=1e-5)
+    if kind == "domino" and trainer is NEMO:
+        path = torch.tensor([[root, 9, 17, 30]])
+        gru = model.prefix_gru(target.embed(path))[0]  # [1, depth, g]
+        wanted = model.embed_proj(torch.cat((theirs[None], gru), dim=-1))[0, 1:]  # [depth - 1, v]
+        live = torch.ones(1, 4, dtype=torch.bool)
+        hidden, _ = drafter.readout_of_blocks(ours, path[0], torch.tensor([0]), live)
+        bent = hidden[:, drafter.config.hidden_size :]
+        torch.testing.assert_close(drafter.correction_out(bent[1:]), wanted, rtol=1e-4, atol=1e-5)
+        assert not bent[0].any()
