@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,7 +33,7 @@ from tests.fuzz import (
     text_faults,
 )
 
-KINDS = sorted(path.name for path in (FIXTURES / "drafters").glob("*"))
+KINDS = sorted(f"drafters/{path.name}" for path in (FIXTURES / "drafters").glob("*"))
 
 
 def _tensors(name, change):
@@ -81,10 +84,6 @@ TENSOR_FAULTS = (
 REFUSED = {fault.name for fault in TENSOR_FAULTS} | {"cut off", "empty", "another file"}
 
 
-def tensor_faults() -> st.SearchStrategy[Fault]:
-    return st.sampled_from(TENSOR_FAULTS)
-
-
 def changed(original, folder, name, fault, seed):
     """A copy of a folder with one faulty file."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -108,67 +107,99 @@ def folder(tmp_path):
     return tmp_path / "changed"
 
 
-def check(border, fault, call):
-    text = outcome(border, fault.name, call)
-    assert text or fault.name not in REFUSED, f"{fault.name} loaded"
+def load_target(folder):
+    return Target.load(str(folder), "float32", "cpu")
 
 
-# -- targets ----------------------------------------------------------------------------------------------------------
+def shell_of(folder):
+    return load_shell(str(folder))
 
 
-@pytest.mark.thorough
-@fuzz(examples=8)
-@given(fault=st.one_of(file_faults(), tensor_faults()), seed=seeds())
-def test_target_weights(fault, seed, folder):
-    changed(FIXTURES / "target", folder, "model.safetensors", fault, seed)
-    check("target: weights", fault, lambda: Target.load(str(folder), "float32", "cpu"))
+def decoding_of(folder):
+    return decoding_settings(str(folder))
 
 
-@pytest.mark.thorough
-@fuzz(examples=8)
-@given(
-    fault=st.one_of(text_faults(), json_faults()),
-    name=st.sampled_from(["config", "generation_config"]),
-    seed=seeds(),
-)
-def test_target_config(fault, name, seed, folder):
-    changed(FIXTURES / "target", folder, f"{name}.json", fault, seed)
-    outcome(f"target: {name}.json", fault.name, lambda: Target.load(str(folder), "float32", "cpu"))
+def load_head(folder):
+    return load_drafter(str(folder), target())
 
 
-@fuzz(examples=15)
-@given(fault=st.one_of(text_faults(), json_faults()), seed=seeds())
-def test_shell_config(fault, seed, folder):
-    changed(FIXTURES / "target", folder, "config.json", fault, seed)
-    outcome("target without weights: config.json", fault.name, lambda: load_shell(str(folder)))
+def read(folder, pickles=False):
+    return import_drafter.find_kind(folder).read(folder, target().identity(), pickles)
 
 
-@pytest.mark.thorough
-@fuzz(examples=4)
-@given(
-    fault=text_faults(),
-    name=st.sampled_from(["tokenizer.json", "tokenizer_config.json"]),
-    seed=seeds(),
-)
-def test_target_tokenizer(fault, name, seed, folder):
-    changed(FIXTURES / "target", folder, name, fault, seed)
-    outcome(
-        "target: tokenizer files", fault.name, lambda: Target.load(str(folder), "float32", "cpu")
+class Border(NamedTuple):
+    """A file that is read from folders of the fixtures.
+
+    Attributes:
+        name: in the report of counts. examples: faults that are tried. faults: those that may occur.
+        refuses: the faults in `REFUSED` must not load. quick: it runs in every check.
+    """
+
+    name: str
+    examples: int
+    faults: st.SearchStrategy[Fault]
+    folders: list[str]
+    files: list[str]
+    read: Callable[[Path], object]
+    refuses: bool = False
+    quick: bool = False
+
+    def case(self):
+        marks = [] if self.quick else [pytest.mark.thorough]
+        return pytest.param(self, marks=marks, id=self.name)
+
+
+WEIGHTS = st.one_of(file_faults(), st.sampled_from(TENSOR_FAULTS))
+TEXT = st.one_of(text_faults(), json_faults())
+FORMS = ["exports/eagle3_vllm", "exports/eagle3_sglang"]
+TENSORS = ["model.safetensors"]
+CONFIG = ["config.json"]
+TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
+EAGLE3 = ["drafters/eagle3"]
+LM = ["drafters/draft_model"]
+BORDERS = [
+    Border("target: weights", 8, WEIGHTS, ["target"], TENSORS, load_target, refuses=True),
+    Border("target: config.json", 4, TEXT, ["target"], CONFIG, load_target),
+    Border("target: generation_config.json", 4, TEXT, ["target"], ["generation_config.json"], load_target),
+    Border("target without weights: config.json", 15, TEXT, ["target"], CONFIG, shell_of, quick=True),
+    Border("target: tokenizer files", 4, text_faults(), ["target"], TOKENIZER, load_target),
+    Border("drafter: weights", 15, WEIGHTS, KINDS, TENSORS, load_head, refuses=True),
+    Border("drafter: config.json", 18, TEXT, KINDS, CONFIG, load_head),
+    Border("drafter: decoding.json", 18, TEXT, EAGLE3, ["decoding.json"], decoding_of, quick=True),
+    Border("drafter: drafttrain.json", 4, TEXT, LM, ["drafttrain.json"], load_head),
+    Border("import: weights", 15, WEIGHTS, FORMS, TENSORS, read),
+    Border("import: config.json", 18, TEXT, FORMS, CONFIG, read),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("border", [border.case() for border in BORDERS])
+def test_one_file(border, folder):
+    @fuzz(border.examples)
+    @given(
+        fault=border.faults,
+        source=st.sampled_from(border.folders),
+        file=st.sampled_from(border.files),
+        seed=seeds(),
     )
+    def with_fault(fault, source, file, seed):
+        changed(FIXTURES / source, folder, file, fault, seed)
+        text = outcome(border.name, fault.name, lambda: border.read(folder))
+        loads = not (border.refuses and fault.name in REFUSED)
+        assert text or loads, f"{fault.name} loaded"
+
+    with_fault()
 
 
 @pytest.mark.thorough
 @fuzz(examples=8)
 @given(
-    fault=st.one_of(text_faults(), json_faults()),
+    fault=TEXT,
     seed=seeds(),
-    sharded=st.sampled_from(["target", "eagle3_vllm"]),
+    sharded=st.sampled_from(["target", FORMS[0]]),
 )
 def test_index(fault, seed, sharded, folder, tmp_path_factory):
     original = tmp_path_factory.mktemp("sharded") / "it"
-    shutil.copytree(
-        FIXTURES / ("target" if sharded == "target" else f"exports/{sharded}"), original
-    )
+    shutil.copytree(FIXTURES / sharded, original)
     tensors = load_file(original / "model.safetensors")
     (original / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -181,14 +212,8 @@ def test_index(fault, seed, sharded, folder, tmp_path_factory):
     }
     dump_json(original / "model.safetensors.index.json", index)
     changed(original, folder, "model.safetensors.index.json", fault, seed)
-    if sharded == "target":
-        call = lambda: Target.load(str(folder), "float32", "cpu")  # noqa: E731
-    else:
-        call = lambda: import_drafter.find_kind(folder).read(folder, target().identity())  # noqa: E731
-    outcome("index of shards", fault.name, call)
-
-
-# -- drafters ---------------------------------------------------------------------------------------------------------
+    call = load_target if sharded == "target" else read
+    outcome("index of shards", fault.name, lambda: call(folder))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
@@ -202,67 +227,11 @@ def test_a_drafters_record_of_its_target(folder, kind, recorded):
 
 
 @pytest.mark.thorough
-@fuzz(examples=15)
-@given(fault=st.one_of(file_faults(), tensor_faults()), kind=st.sampled_from(KINDS), seed=seeds())
-def test_drafter_weights(fault, kind, seed, folder):
-    changed(FIXTURES / "drafters" / kind, folder, "model.safetensors", fault, seed)
-    check("drafter: weights", fault, lambda: load_drafter(str(folder), target()))
-
-
-@pytest.mark.thorough
-@fuzz(examples=18)
-@given(fault=st.one_of(text_faults(), json_faults()), kind=st.sampled_from(KINDS), seed=seeds())
-def test_drafter_config(fault, kind, seed, folder):
-    changed(FIXTURES / "drafters" / kind, folder, "config.json", fault, seed)
-    outcome("drafter: config.json", fault.name, lambda: load_drafter(str(folder), target()))
-
-
-@fuzz(examples=18)
-@given(fault=st.one_of(text_faults(), json_faults()), seed=seeds())
-def test_drafter_decoding(fault, seed, folder):
-    changed(FIXTURES / "drafters" / "eagle3", folder, "decoding.json", fault, seed)
-    outcome("drafter: decoding.json", fault.name, lambda: decoding_settings(str(folder)))
-
-
-@pytest.mark.thorough
-@fuzz(examples=4)
-@given(fault=st.one_of(text_faults(), json_faults()), seed=seeds())
-def test_draft_model_meta(fault, seed, folder):
-    changed(FIXTURES / "drafters" / "draft_model", folder, "drafttrain.json", fault, seed)
-    outcome("drafter: drafttrain.json", fault.name, lambda: load_drafter(str(folder), target()))
-
-
-# -- imports ----------------------------------------------------------------------------------------------------------
-
-FORMS = ["eagle3_vllm", "eagle3_sglang"]
-
-
-def read(folder, pickles=False):
-    return import_drafter.find_kind(folder).read(folder, target().identity(), pickles)
-
-
-@pytest.mark.thorough
-@fuzz(examples=15)
-@given(fault=st.one_of(file_faults(), tensor_faults()), form=st.sampled_from(FORMS), seed=seeds())
-def test_import_weights(fault, form, seed, folder):
-    changed(FIXTURES / "exports" / form, folder, "model.safetensors", fault, seed)
-    outcome("import: weights", fault.name, lambda: read(folder))
-
-
-@pytest.mark.thorough
-@fuzz(examples=18)
-@given(fault=st.one_of(text_faults(), json_faults()), form=st.sampled_from(FORMS), seed=seeds())
-def test_import_config(fault, form, seed, folder):
-    changed(FIXTURES / "exports" / form, folder, "config.json", fault, seed)
-    outcome("import: config.json", fault.name, lambda: read(folder))
-
-
-@pytest.mark.thorough
 @fuzz(examples=10)
 @given(fault=file_faults(), form=st.sampled_from(FORMS), seed=seeds())
 def test_import_pickles(fault, form, seed, folder, tmp_path_factory):
     original = tmp_path_factory.mktemp("pickled") / "it"
-    shutil.copytree(FIXTURES / "exports" / form, original)
+    shutil.copytree(FIXTURES / form, original)
     torch.save(load_file(original / "model.safetensors"), original / "pytorch_model.bin")
     (original / "model.safetensors").unlink()
     changed(original, folder, "pytorch_model.bin", fault, seed)
