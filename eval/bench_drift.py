@@ -232,7 +232,7 @@ def main() -> None:
         drafter = load_drafter(name, target)
         if side == "old":
             held = {
-                key: Held(own, target, drafter, args.max_new_tokens)
+                key: Held(own[: args.held], target, drafter, args.max_new_tokens)
                 for key, own in held_rows.items()
             }
         rows[side] = {key: it.replay(drafter) for key, it in held.items()}
