@@ -22,6 +22,7 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -127,8 +128,8 @@ def over(ours: list[ReplayedRow], theirs: list[ReplayedRow]) -> list[float]:
 
 def follow(
     args: argparse.Namespace, setting: list[str], stream: list[Json], held: dict[str, Held]
-) -> Json:
-    """Feeds the stream to an adapter; returns a point per round, with what serves after it."""
+) -> Iterator[Json]:
+    """Feeds the stream to an adapter; after each round gives the points so far, with what serves after it."""
     with tempfile.TemporaryDirectory() as place:
         log = Path(place, "log.jsonl")
         log.touch()
@@ -165,7 +166,12 @@ def follow(
                 point[name] = length(rows)
             print(point, flush=True)
             points.append(point)
-        return {"flags": setting, "points": points, "rows": figures}
+            yield {"flags": setting, "points": points, "rows": figures}
+
+
+def recovered(points: list[Json], level: float) -> Json | None:
+    """The first point at which the domain's length has GOAL of a level."""
+    return next((point for point in points if point["b"] >= GOAL * level), None)
 
 
 def main() -> None:
@@ -187,6 +193,7 @@ def main() -> None:
         "--domain", choices=sorted({*DOMAINS} - {"general"}), default="spanish", help="B"
     )
     parser.add_argument("--answers", type=int, default=300, help="in the stream")
+    parser.add_argument("--held", type=int, default=45, help="held-out answers of each domain")
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument(
@@ -225,7 +232,7 @@ def main() -> None:
         drafter = load_drafter(name, target)
         if side == "old":
             held = {
-                key: Held(own, target, drafter, args.max_new_tokens)
+                key: Held(own[: args.held], target, drafter, args.max_new_tokens)
                 for key, own in held_rows.items()
             }
         rows[side] = {key: it.replay(drafter) for key, it in held.items()}
@@ -234,24 +241,22 @@ def main() -> None:
 
     for setting in args.setting or [""]:
         print(f"== adapt {setting}", flush=True)
-        found = follow(args, setting.split(), stream, held)
-        last = found.pop("rows")
-        levels = [(point["b"], point) for point in found["points"]]
-        recovered = next(
-            (point for level, point in levels if level >= GOAL * sides["new"]["b"]), None
-        )
-        sides[f"adapted {setting}".strip()] = {
-            **{key: length(own) for key, own in last.items()},
-            "over_new": over(last["b"], rows["new"]["b"]),
-            "over_old": over(last["b"], rows["old"]["b"]),
-            "kept": over(last["a"], rows["old"]["a"]),
-            "recovered": recovered,
-            **found,
-        }
-        first = sides[f"adapted {(args.setting or [''])[0]}".strip()]
-        held_out = {key: len(own) for key, own in held_rows.items()}
-        more = {"answers": len(stream), "held_out": held_out, "spec": SPEC}
-        write_result(args.output, first["over_new"][0], GOAL, sides, torch.device("cpu"), **more)
+        for found in follow(args, setting.split(), stream, held):
+            last = found.pop("rows")
+            name = f"adapted {setting}".strip()
+            sides[name] = {
+                **{key: length(own) for key, own in last.items()},
+                "over_new": over(last["b"], rows["new"]["b"]),
+                "over_old": over(last["b"], rows["old"]["b"]),
+                "kept": over(last["a"], rows["old"]["a"]),
+                "recovered": recovered(found["points"], sides["new"]["b"]),
+                **found,
+            }
+            # After each round, so that a run may be ended.
+            held_out = {key: len(it.rows) for key, it in held.items()}
+            more = {"answers": len(stream), "held_out": held_out, "spec": SPEC}
+            ratio = next(it["over_new"][0] for it in sides.values() if "over_new" in it)
+            write_result(args.output, ratio, GOAL, sides, torch.device("cpu"), **more)
 
 
 if __name__ == "__main__":

@@ -345,9 +345,10 @@ def test_a_watcher_samples_brings_judges_and_notes(tmp_path, monkeypatch):
     monkeypatch.setattr(Watch, "_page", page)
     for _ in range(7):
         watch.sample("a")
-    assert watched.samples == [1.75, 1.75]
+    assert watched.samples == [1.75, 1.75] and watch.waits
     for _ in range(15):
         watch.sample("a")
+    assert not watch.waits  # a new version can be compared now
     route.dies = True
     assert watch.bring(root / "b") and watch.bring(root / "b")
     assert route.heads[0].value == 1.0 and watch.figures()["server_away"] == 1
