@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tree", default="chain:3")
     parser.add_argument("--follow-steps", type=int, default=4)
-    parser.add_argument("--follow-rate", type=float, default=2e-4)
+    parser.add_argument("--follow-rate", type=float, default=2e-5)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
