@@ -1,7 +1,6 @@
 """A GRPO run of TRL in which the policy moves: the stale head, the one that follows, and n-grams on fresh rollouts.
 
     python eval/bench_follow.py --drafter runs/quickstart/drafter --output follow.json
-    python eval/bench_follow.py --tiny --steps 60 --every 10 --learning-rate 1e-3 --output tiny.json
 
 TRL trains the target in float32 to answer in another style (`--reward`), with rollouts by our decoder (`FollowPolicy`). Before
 the first step and after every `--every` steps the policy answers held-out prompts, sampled as in training, with each side; a
@@ -9,8 +8,6 @@ seed gives the same text with any of them. Seconds are CPU time of the process, 
 
     none, stale, followed, ngram    our decoder, with a packed copy of the policy; the time to make it is noted apart
     transformers                    the policy's own generate, as TRL calls it
-
-`--tiny` makes a random target of a few million weights and a head for it, and needs minutes instead of hours on a CPU.
 """
 
 from __future__ import annotations
@@ -33,13 +30,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from drafttrain import Follower, generate, load_drafter
 from drafttrain.data.chat import prompt_ids
-from drafttrain.drafters.registry import kind_class
 from drafttrain.environment import describe_environment
-from drafttrain.export.tiny_drafters import tiny_target
 from drafttrain.files import write_json
 from drafttrain.target.borrowed import decoding
 from drafttrain.target.fetch import resolve_target
-from drafttrain.training.follower import STATE
 from drafttrain.trl_callback import FollowPolicy
 
 PROMPTS = json.loads(Path(__file__).with_name("adapt_prompts.json").read_text())["general"]
@@ -183,9 +177,12 @@ class Measure(TrainerCallback):
                 "command": [
                     "python",
                     "eval/bench_follow.py",
-                    *sys.argv[1:],
+                    *[
+                        word if word != str(self.args.output) else self.args.output.name
+                        for word in sys.argv[1:]
+                    ],
                 ],
-                "target": "tiny random Llama" if self.args.tiny else self.args.target,
+                "target": self.args.target,
                 "settings": {
                     name: value
                     for name, value in vars(self.args).items()
@@ -210,30 +207,6 @@ class Timed(FollowPolicy):
         self.follows.append(clock.cpu)
 
 
-def make_tiny(folder: Path, args: argparse.Namespace) -> None:
-    """A random target, and a head that has learned its sampled answers to the prompts of training."""
-    target = tiny_target(folder / "target")
-    target.tokenizer.chat_template = "{% for turn in messages %}{{ turn['content'] }}{% endfor %}"
-    target.tokenizer.save_pretrained(folder / "target")
-    torch.manual_seed(0)
-    head = kind_class("eagle3").begin(target, "target", {"ttt_steps": 3}, "kl")
-    head.save_pretrained(folder / "new")
-    asked = [ids_of(target.tokenizer, text) for text in training_texts()[: args.tiny_answers]]
-    made = generate(
-        target, asked, None, temperature=args.temperature, max_new_tokens=args.max_new_tokens, batch_size=32
-    )  # fmt: skip
-    rollouts = [
-        (prompt + each.tokens, len(prompt)) for prompt, each in zip(asked, made, strict=True)
-    ]
-    follower = Follower(
-        str(folder / "new"), target.model, target.tokenizer, steps=args.tiny_steps, rate=2e-3
-    )
-    losses = follower.follow(rollouts).loss
-    print(f"head: loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
-    follower.save(folder / "drafter")
-    (folder / "drafter" / STATE).unlink()  # a new optimizer for both sides
-
-
 def training_texts() -> list[str]:
     forms = PROMPTS["forms"][HELD_OUT:]
     return [form.format(subject) for form in forms for subject in PROMPTS["subjects"]]
@@ -246,10 +219,7 @@ def ids_of(tokenizer, text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--drafter", help="of the target; needed without --tiny")
-    parser.add_argument("--tiny", action="store_true", help="a random target and a head for it")
-    parser.add_argument("--tiny-answers", type=int, default=96, help="that its head learns")
-    parser.add_argument("--tiny-steps", type=int, default=300, help="of its head's training")
+    parser.add_argument("--drafter", required=True)
     parser.add_argument("--reward", choices=sorted(REWARDS), default="capitals")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--every", type=int, default=4, help="steps between measurements")
@@ -262,16 +232,10 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--tree", default="chain:3")
     parser.add_argument("--follow-steps", type=int, default=4)
-    parser.add_argument("--follow-rate", type=float, default=2e-4)
+    parser.add_argument("--follow-rate", type=float, default=2e-5)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    if not (args.tiny or args.drafter):
-        parser.error("--drafter is needed without --tiny")
     with tempfile.TemporaryDirectory() as scratch:
-        if args.tiny:
-            make_tiny(Path(scratch), args)
-            args.target = f"{scratch}/target"
-            args.drafter = f"{scratch}/drafter"
         run(args, scratch)
 
 

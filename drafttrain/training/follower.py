@@ -71,7 +71,7 @@ class Follower:
         tokenizer: of the policy in memory; a drafter knows its target by it.
         target_url: of each `drafttrain serve-target` of the policy; they compute its states then.
         steps: of a call. step_tokens: padded tokens of a step.
-        rate: learning rate.
+        rate: learning rate. A head's first training has more tokens in a step, and a higher rate.
         max_length: tokens that are read of a rollout.
         format: of the tensors that are sent, as of `drafttrain export`; '' for the drafter's own.
         dtype: of the tensors that are sent.
@@ -88,7 +88,7 @@ class Follower:
     target_url: Sequence[str] = ()
     steps: int = 16
     step_tokens: int = STEP_TOKENS
-    rate: float = 2e-4
+    rate: float = 2e-5
     max_length: int = 2048
     format: str = "vllm"
     dtype: torch.dtype = torch.bfloat16
