@@ -147,9 +147,11 @@ def published_head(checkpoint: Exported, target: Json) -> Exported:
 
 
 def drop_whole_table(found: dict[str, Tensor], vocab_size: int) -> None:
-    """Drops a d2t that says that all of the target's tokens are kept."""
+    """Drops a d2t that says that all of the target's tokens are kept: zeros, or verl-SpeCo's own ids."""
     table = found.get("d2t")
-    if table is not None and len(table) == vocab_size and not table.any():
+    if table is None or len(table) != vocab_size:
+        return
+    if not table.any() or torch.equal(table.cpu(), torch.arange(vocab_size)):
         del found["d2t"]
 
 
