@@ -1,7 +1,7 @@
 """Reading published EAGLE-3 heads, in export.py's checkpoint forms and other trainers' spellings.
 
 LlamaForCausalLM with draft_vocab_size   SafeAILab/EAGLE, the authors'
-LlamaForCausalLMEagle3                   SpecForge 0.3, TensorRT-LLM, ModelOpt (its own keys in eagle_config), NeMo Automodel
+LlamaForCausalLMEagle3                   SpecForge 0.2, TensorRT-LLM, ModelOpt (its own keys in eagle_config), NeMo Automodel
 Eagle3LlamaForCausalLM                   AngelSlim
 speculators_model_type eagle3, peagle    speculators 0.8
 """
