@@ -258,7 +258,9 @@ def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
             f"query_pre_attn_scalar={scalar}: "
             f"llama.cpp scales by head_dim={size} for {family} models"
         )
-    if "sliding_attention" in (fields.get("layer_types") or []) and not gemma:
+    # Drafters, which are of no family, write the windows of their layers themselves.
+    windowed = "sliding_attention" in (fields.get("layer_types") or [])
+    if windowed and family in FAMILIES and not gemma:
         reasons.append(f"sliding_window={window}: llama.cpp's {family} attends to everything")
     if reasons:
         raise UserError("; ".join(reasons))

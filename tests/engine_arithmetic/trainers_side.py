@@ -2,10 +2,10 @@
 
     python trainers_side.py JOB.json
 
-The job says wheels (folders of unpacked wheels, to be imported from), target (a folder), heads (name, kind, keys of its config, and
-folder), answer (the file to write) and, once heads are written, inputs: features [t, f*h] of each head and tokens [t + 3]. First each
-head is written with random weights, as its trainer saves it. A second run reads them and answers the logits of two depths, [2, d] per
-head: below the first t tokens, and below the token behind these.
+The job says wheels (folders of unpacked wheels, to be imported from), target (a folder), heads (name, kind, keys of its config,
+and folder), answer (the file to write) and, once heads are written, inputs: features [t, f*h] of each head and tokens [t + 3].
+First each head is written with random weights, as its trainer saves it. A second run reads them and answers the logits of two
+depths, [2, d] per head: below the first t tokens, and below the token behind these.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Heads that trainers' own classes write: imported, and equal in the logits of two depths; speculators' defaults and verl-SpeCo's.
+"""Heads that trainers' own classes write, imported: equal in the logits of two depths; speculators' and verl-SpeCo's.
 
 SPECULATORS_PYTHON names the interpreter of an environment with speculators 0.9.0 (beside a torch for CPUs, without torchvision).
 VERL_SPECO_WHEEL names a folder with the unpacked wheel: pip download --no-deps verl-speco==0.1.0

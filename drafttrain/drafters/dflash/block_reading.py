@@ -12,7 +12,7 @@ window alone (vLLM, SGLang; speculators unless `sliding_window_non_causal`). Sin
 
 A DSpark checkpoint predicts at its first token too unless `sample_from_anchor` is false; its
 `block_size` then counts the masks, in speculators' form the first token too. Sources: z-lab/dflash
-dflash/model.py; deepseek-ai/DeepSpec modeling/dspark (June 2026); SpecForge 0.3
+dflash/model.py; deepseek-ai/DeepSpec modeling/dspark (June 2026); SpecForge 0.2
 modeling/draft/{dflash,dspark}.py; AngelSlim train/models/draft/qwen_dflash.py; NVIDIA
 Model-Optimizer export/plugins/hf_spec_export.py; speculators 0.8 models/{dflash,dspark}; the
 loaders of vLLM 0.32 and SGLang 0.5.23.

@@ -1,7 +1,7 @@
 """Reading published EAGLE-3 heads, in export.py's checkpoint forms and other trainers' spellings.
 
 LlamaForCausalLM with draft_vocab_size   SafeAILab/EAGLE, the authors'
-LlamaForCausalLMEagle3                   SpecForge 0.3, TensorRT-LLM, ModelOpt (its own keys in eagle_config), NeMo Automodel
+LlamaForCausalLMEagle3                   SpecForge 0.2, TensorRT-LLM, ModelOpt (its own keys in eagle_config), NeMo Automodel
 Eagle3LlamaForCausalLM                   AngelSlim
 speculators_model_type eagle3, peagle    speculators 0.8
 """
@@ -147,9 +147,11 @@ def published_head(checkpoint: Exported, target: Json) -> Exported:
 
 
 def drop_whole_table(found: dict[str, Tensor], vocab_size: int) -> None:
-    """Drops a d2t that says that all of the target's tokens are kept."""
+    """Drops a d2t that says that all of the target's tokens are kept: zeros, or verl-SpeCo's own ids."""
     table = found.get("d2t")
-    if table is not None and len(table) == vocab_size and not table.any():
+    if table is None or len(table) != vocab_size:
+        return
+    if not table.any() or torch.equal(table.cpu(), torch.arange(vocab_size)):
         del found["d2t"]
 
 

@@ -3,7 +3,7 @@
 The form is EAGLE-3's with `mask_hidden` and `mask_token_id`.
 
 Sources: vLLM 0.32 transformers_utils/configs/speculators/algos.py (update_peagle) and
-models/llama_eagle3.py; SpecForge 0.3 modeling/draft/peagle.py; verl-SpeCo 0.1 models/peagle.
+models/llama_eagle3.py; SpecForge 0.2 modeling/draft/peagle.py; verl-SpeCo 0.1 models/peagle.
 """
 
 from __future__ import annotations
