@@ -54,8 +54,18 @@ def words(
     output,
     *more: str,
 ) -> list[str]:
-    given = {"drafter": served / "drafter", "target": served / "target", "log": served / "log.jsonl", "output": output,
-             "every": 16, "share": 1, "hold-out": 0.4, "passes": 30, "learning-rate": 3e-3, "dtype": "float32"}  # fmt: skip
+    given = {
+        "drafter": served / "drafter",
+        "target": served / "target",
+        "log": served / "log.jsonl",
+        "output": output,
+        "every": 16,
+        "share": 1,
+        "hold-out": 0.4,
+        "passes": 30,
+        "learning-rate": 3e-3,
+        "dtype": "float32",
+    }
     return ["adapt", "--once", *(f"--{key}={value}" for key, value in given.items()), *more]
 
 

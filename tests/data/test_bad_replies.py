@@ -26,15 +26,24 @@ from tests.files import load_json, load_jsonl
 
 REASONS = {
     "not JSON": {"bad JSON", "HTML", "latin-1", "deep nesting", "empty"},
-    "malformed": {"null content", "content of parts", "no content", "finish_reason missing", "finish_reason null",
-                  "content filter", "empty choices", "no object", "an error with status 200"},
+    "malformed": {
+        "null content",
+        "content of parts",
+        "no content",
+        "finish_reason missing",
+        "finish_reason null",
+        "content filter",
+        "empty choices",
+        "no object",
+        "an error with status 200",
+    },
     "not Unicode": {"lone surrogates"},
     "no text": {"empty and cut off"},
     "bad encoding": {"bad gzip", "gzip in gzip"},
     "connection lost": {"too short", "truncated chunk", "reset", "no HTTP"},
     "time-out": {"hang", "slow headers"},
     "endless": {"drip"},
-}  # fmt: skip
+}
 REASON_OF = {fault: reason for reason, faults in REASONS.items() for fault in faults}
 RETRIED = {"429", "500", "503", "bad gzip", "too short", "truncated chunk", "reset", "no HTTP"}
 

@@ -363,9 +363,14 @@ def test_a_model_that_is_the_target_is_always_right(target):
     )
     assert done.stats.accepted == [3] * 5
     drawn = generate(
-        target, drafter, [5, 6, 7], max_new_tokens=21, spec=TreeSpec.parse("fanout:2x1x1@sample"),
-        sampling=SamplingParams(temperature=1.0), eos_ids=(),
-    )  # fmt: skip
+        target,
+        drafter,
+        [5, 6, 7],
+        max_new_tokens=21,
+        spec=TreeSpec.parse("fanout:2x1x1@sample"),
+        sampling=SamplingParams(temperature=1.0),
+        eos_ids=(),
+    )
     assert drawn.stats.accepted == [3] * 5, "p = q, so the first draw is always accepted"
 
 
@@ -416,9 +421,14 @@ def test_rows_that_pad_the_vocabulary_do_no_harm(target, rows):
         assert grad[300:].abs().sum() == 0
     for text, temperature in (("fanout:3x2", 0.0), ("fanout:3x2@sample", 1.5)):
         done = generate(
-            target, drafter.eval(), [5, 299, 7], max_new_tokens=20, spec=TreeSpec.parse(text), eos_ids=(),
+            target,
+            drafter.eval(),
+            [5, 299, 7],
+            max_new_tokens=20,
+            spec=TreeSpec.parse(text),
+            eos_ids=(),
             sampling=SamplingParams(temperature=temperature),
-        )  # fmt: skip
+        )
         assert len(done.tokens) == 20
         if temperature == 0:
             assert (
@@ -525,14 +535,34 @@ def test_a_drafter_of_bfloat16_streams_int8_and_stays_lossless(target_dir, dtype
         ("target", {}, r"drafter.layers=\[\] must be ascending layers of target 'tiny', 0 to 3"),
         ("target", {"layers": [0, 4]}, r"drafter.layers=\[0, 4\] must be ascending"),
         ("target", {"layers": [2, 1]}, r"drafter.layers=\[2, 1\] must be ascending"),
-        ("target", {"layers": [0], "embedding": "own"}, r"drafter.embedding='own' must be one of copied, shared"),
-        ("target", {"layers": [0], "config": {}}, r"unknown key drafter.config for kind=draft_model with init='target'"),
-        ("target", {"layers": [0], "lora": {"rank": 4}}, r"unknown key drafter.lora.rank; there are r, alpha"),
-        ("target", {"layers": [0], "lora": {"targets": ["q"]}}, r"drafter.lora=.*[Tt]arget modules"),
-        ("random", {"config": {"model_type": "lama"}}, r"drafter.config=.*makes no causal language model"),
+        (
+            "target",
+            {"layers": [0], "embedding": "own"},
+            r"drafter.embedding='own' must be one of copied, shared",
+        ),
+        (
+            "target",
+            {"layers": [0], "config": {}},
+            r"unknown key drafter.config for kind=draft_model with init='target'",
+        ),
+        (
+            "target",
+            {"layers": [0], "lora": {"rank": 4}},
+            r"unknown key drafter.lora.rank; there are r, alpha",
+        ),
+        (
+            "target",
+            {"layers": [0], "lora": {"targets": ["q"]}},
+            r"drafter.lora=.*[Tt]arget modules",
+        ),
+        (
+            "random",
+            {"config": {"model_type": "lama"}},
+            r"drafter.config=.*makes no causal language model",
+        ),
         ("/nowhere/at/all", {}, r"no model folder with a config.json there"),
     ],
-)  # fmt: skip
+)
 def test_each_mistake_ends_in_one_clear_line(target, init, options, message):
     with pytest.raises(UserError, match=message):
         DraftModel.begin(target, init, options, "kl")

@@ -122,9 +122,16 @@ def pair_of(target, own, mode="tokens"):
 def model_of(tokenizer, seed=0, hidden=16):
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer) + 3, hidden_size=hidden, intermediate_size=24, num_hidden_layers=1, bos_token_id=None,
-        num_attention_heads=2, initializer_range=0.4, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=len(tokenizer) + 3,
+        hidden_size=hidden,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        bos_token_id=None,
+        num_attention_heads=2,
+        initializer_range=0.4,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+    )
     return LlamaForCausalLM(config).eval()
 
 
@@ -291,9 +298,10 @@ def test_drafts_by_text_are_what_the_targets_tokenizer_writes(tokenizers):
     waves, ships = (pair.own.write(words.encode()) for words in (" waves", " ships"))
     path = [*waves, *pair.own.write(b" and"), pair.own.ids[True, b"<|only|>"], *waves]
     tree = TokenTree(
-        torch.tensor([*path, *ships]), [*range(-1, len(path) - 1), -1, *range(len(path), len(path) + len(ships) - 1)],
+        torch.tensor([*path, *ships]),
+        [*range(-1, len(path) - 1), -1, *range(len(path), len(path) + len(ships) - 1)],
         torch.tensor([-0.1 * (i + 1) for i in range(len(path))] + [-2.0] * len(ships)),
-    )  # fmt: skip
+    )
     made = text.rewrite(tree, TreeSpec.parse("dynamic:9,4,64"))
     written = [
         pair.target.write_behind(b" count the", words) for words in (b" waves and", b" ships")
@@ -453,9 +461,16 @@ def test_sampled_tokens_follow_the_target(mode, spec):
     drafter.kept_ids = drafter.pair.kept_ids
     sampling = SamplingParams(temperature=1.3, top_k=2)
     done = generate_batch(
-        target, drafter, [prompt] * count, max_new_tokens=3, spec=TreeSpec.parse(spec), sampling=sampling, eos_ids=(), seed=5,
+        target,
+        drafter,
+        [prompt] * count,
+        max_new_tokens=3,
+        spec=TreeSpec.parse(spec),
+        sampling=sampling,
+        eos_ids=(),
+        seed=5,
         max_rows=100,
-    )  # fmt: skip
+    )
     accepted = sum(sum(each.stats.accepted) for each in done)
     assert count / 10 < accepted, accepted
     expected: dict[tuple[int, ...], float] = {(): 1.0}

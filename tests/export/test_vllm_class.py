@@ -26,13 +26,25 @@ PYTHON = os.environ.get("VLLM_PYTHON", "")
 SIDE = Path(engine_arithmetic.__file__).with_name("vllm_class_side.py")
 BLOCK_SIDE = SIDE.with_name("vllm_block_side.py")
 BLOCKS: list[dict[str, Any]] = [
-    {"mask_token_id": 7}, {"kept": torch.arange(20, 290)}, {"sample_from_anchor": True, "mask_token_id": 7},
-    {"kept": torch.arange(300), "train_head": True, "num_hidden_layers": 3, "feature_layers": (2, 5)},
-]  # fmt: skip
+    {"mask_token_id": 7},
+    {"kept": torch.arange(20, 290)},
+    {"sample_from_anchor": True, "mask_token_id": 7},
+    {
+        "kept": torch.arange(300),
+        "train_head": True,
+        "num_hidden_layers": 3,
+        "feature_layers": (2, 5),
+    },
+]
 VARIANTS: list[dict[str, Any]] = [
-    {}, {"draft_vocab_size": 0}, {"feature_layers": (1, 6)}, {"feature_layers": (1, 3, 5, 6), "fc_norm": True},
-    {"qk_norm": True, "num_hidden_layers": 2, "norm_before_residual": True}, {"mlp_bias": True, "num_hidden_layers": 2}, *FLAGS,
-]  # fmt: skip
+    {},
+    {"draft_vocab_size": 0},
+    {"feature_layers": (1, 6)},
+    {"feature_layers": (1, 3, 5, 6), "fc_norm": True},
+    {"qk_norm": True, "num_hidden_layers": 2, "norm_before_residual": True},
+    {"mlp_bias": True, "num_hidden_layers": 2},
+    *FLAGS,
+]
 
 
 @pytest.mark.slow
@@ -49,8 +61,11 @@ def test_vllm_loads_and_computes_every_variant(tmp_path):
             folder = tmp_path / f"{number}-{form}"
             write_eagle3(head, folder, form, dtype=torch.float32, target_name="target")
             count = len(head.config.feature_layers)
-            inputs = {"table": table, "tokens": torch.randint(300, (17,), generator=made),
-                      "features": torch.randn(17, count * 128, generator=made)}  # fmt: skip
+            inputs = {
+                "table": table,
+                "tokens": torch.randint(300, (17,), generator=made),
+                "features": torch.randn(17, count * 128, generator=made),
+            }
             save_file(inputs, f"{folder}.inputs.safetensors")
             cases.append((options, head, folder, inputs))
     job = {"target": str(tmp_path / "target"), "heads": [str(folder) for *_, folder, _ in cases]}

@@ -413,15 +413,19 @@ for line in sys.argv[1:]:
                 f"{device},{dtype},{pairs},{width},{extras}"
                 for device in ("80,166912", "86,101376", "90,232448")
                 for dtype, pairs, width, extras in (
-                    ("bf16", 8, 64, 0), ("fp16", 256, 128, 0), ("bf16", 256, 80, 1), ("bf16", 256, 256, 1),
-                    ("fp32", 64, 64, 0), ("fp32", 256, 256, 1),
+                    ("bf16", 8, 64, 0),
+                    ("fp16", 256, 128, 0),
+                    ("bf16", 256, 80, 1),
+                    ("bf16", 256, 256, 1),
+                    ("fp32", 64, 64, 0),
+                    ("fp32", 256, 256, 1),
                 )
             ],
             marks=pytest.mark.slow,
         ),
     ],
     ids=["one", "many"],
-)  # fmt: skip
+)
 def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(lines, tmp_path):
     compile_for_gpus(COMPILE, lines, tmp_path)
 

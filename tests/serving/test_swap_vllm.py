@@ -233,8 +233,17 @@ def test_what_the_watcher_learned_serves_and_more_is_accepted(vllm, tmp_path, mo
     monkeypatch.setenv("SWAP_KEY", "key-of-tests")
     monkeypatch.setattr(adapt.Adapter, "budget", lambda self: self.account() or 1e6)
     words = ["adapt", "--once", "--watch", "--server", vllm.url, "--api-key-env", "SWAP_KEY"]
-    given = {"drafter": vllm.drafter, "log": tmp_path / "log.jsonl", "output": tmp_path / "out", "target": vllm.model,
-             "every": 32, "hold-out": 0.4, "passes": 20, "learning-rate": 3e-3, "dtype": "float32"}  # fmt: skip
+    given = {
+        "drafter": vllm.drafter,
+        "log": tmp_path / "log.jsonl",
+        "output": tmp_path / "out",
+        "target": vllm.model,
+        "every": 32,
+        "hold-out": 0.4,
+        "passes": 20,
+        "learning-rate": 3e-3,
+        "dtype": "float32",
+    }
     assert main([*words, *(f"--{key}={value}" for key, value in given.items())]) == 0
     assert vllm.client.get("/v1/drafter").json()["folder"] == "version-0001"
     assert vllm.accepted_length() > 1.2 * poor
