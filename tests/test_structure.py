@@ -19,7 +19,7 @@ from tests.density import measure, parsed
 ROOT = Path(__file__).resolve().parents[1]
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
 MOST_NODES = 430_700
-MOST_TEST_NODES = 407_100
+MOST_TEST_NODES = 407_300
 MOST_PER_LINE = 8.55  # nodes per line of code
 MOST_PER_THOUSAND = {  # lines
     "conditional expressions": 10,
