@@ -390,6 +390,7 @@ def sequence_group(config: TrainConfig, args: TrainingArguments) -> SequenceGrou
         )
     if size == 1:
         return None
+    options = config.drafter
     reason = ""
     if kind_class(config.kind).sequence_reach is Drafter.sequence_reach:
         reason = f"kind={config.kind!r} has no attention, and its rows are not shared; set sequence_parallel=1"
@@ -402,7 +403,7 @@ def sequence_group(config: TrainConfig, args: TrainingArguments) -> SequenceGrou
         reason = f"does not divide the {world} processes; start another number of processes"
     elif config.on_policy:
         reason = "on_policy answers are written by each process for itself; leave on_policy out"
-    elif config.drafter.get("image_embeds"):
+    elif options.get("image_embeds"):
         reason = "drafter.image_embeds reads whole rows; leave image_embeds out"
     elif config.cache_gb > 0:
         reason = (

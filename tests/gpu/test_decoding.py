@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import Decoder, SamplingParams
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.inference.sequence import Mark
@@ -225,3 +226,25 @@ def test_tokens_behind_an_image_are_the_cpus(request, seeing, seeing_processor, 
     there = Target.load(seeing.folder, "float32", "cuda:0")
     assert tokens(there, moved(head, there), graphs=True) == want
     assert gpu.replays > 0
+
+
+@pytest.mark.thorough
+def test_tokens_behind_an_image_of_a_spread_target_are_the_cpus(request, seeing, seeing_processor):
+    """Layers on two GPUs, towers where the embedding is."""
+    here = seeing.load()
+    prompt = here.image_prompt("user: <|image|>what?</s>assistant: ", [picture(1)])
+
+    def tokens(target):
+        decoder = Decoder(target, NgramDrafter(), spec=TreeSpec.parse("chain:3"), eos_ids=())
+        return decoder.generate([prompt], max_new_tokens=8)[0].tokens
+
+    want = tokens(here)
+    request.getfixturevalue("two_gpus")
+    text = "model.language_model."
+    placed = {"lm_head": 1}
+    for name in ("embed_tokens", "rotary_emb", "layers.0"):
+        placed[text + name] = 0
+    for name in ("layers.1", "layers.2", "norm"):
+        placed[text + name] = 1
+    there = Target.load(seeing.folder, "float32", "cuda:0", device_map=placed)
+    assert tokens(there) == want
