@@ -82,7 +82,7 @@ LOADERS = (
     "reports.terminal_chat.load_target",
     "reports.trace.load_target",
     "serving.bench.connect",
-    "serving.swap.Swapper",
+    "serving.swap_command.swapper_of",
     "serving.bench.measure_lengths",
 )
 
