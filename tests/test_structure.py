@@ -18,8 +18,8 @@ from tests.density import measure, parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
-MOST_NODES = 430_000
-MOST_TEST_NODES = 405_400
+MOST_NODES = 431_500
+MOST_TEST_NODES = 407_900
 MOST_PER_LINE = 8.55  # nodes per line of code
 MOST_PER_THOUSAND = {  # lines
     "conditional expressions": 10,

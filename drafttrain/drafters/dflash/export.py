@@ -113,7 +113,7 @@ class BlockFiles(GgufHeads[Block]):
         mask = keys["tokenizer.ggml.mask_token_id"]
         pattern = keys.get("attention.sliding_window_pattern", [])
         return {
-            "layer_types": [SLIDING if windowed else FULL for windowed in pattern] or None,
+            "layer_types": tuple(SLIDING if windowed else FULL for windowed in pattern) or None,
             "feature_layers": tuple(keys["target_layers"]),
             "block_size": keys["block_size"],
             "sample_from_anchor": keys["sample_from_anchor"],
