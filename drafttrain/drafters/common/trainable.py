@@ -468,7 +468,7 @@ class DecoderDrafter(TrainableDrafter):
         self,
         folder: str | Path,
         state_dict: dict[str, Tensor] | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         """As the base class; adapters are merged, and are in the folder `adapter` too."""
         if not self.adapted:
