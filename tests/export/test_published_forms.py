@@ -147,6 +147,19 @@ def eagle1(state, drafter):
     }
 
 
+MTP_NAMES = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"}
+
+
+def mtp_module(state, drafter):
+    found = {"mtp_layers.0.final_layernorm.weight": state["norm.weight"]}
+    for name, value in state.items():
+        if name.startswith("blocks.0."):
+            own, _, rest = name.removeprefix("blocks.0.").partition(".")
+            place = f"{MTP_NAMES[own]}.{rest}" if own in MTP_NAMES else rest
+            found[f"mtp_layers.0.{place}"] = value
+    return found
+
+
 def plain(state, drafter):
     return {k: v for k, v in state.items() if k != "kept_ids"}
 
@@ -348,6 +361,9 @@ CASES = [
          {**LAYER, "architectures": ["LlamaForCausalLMEagle1"], "model_type": "llama_eagle1", "num_hidden_layers": 1,
           "draft_num_hidden_layers": 1, "target_hidden_size": 32, "num_aux_hidden_states": 1, "mlp_bias": False,
           "pretraining_tp": 1}, eagle1),
+    Case("speculators", "mtp", "mtp", {**WHOLE, "qk_norm": True, "train_head": False},
+         speculators("mtp", {**BLOCK, "num_hidden_layers": 8, "layer_types": ["full_attention"] * 8},
+                     architectures=["MTPDraftModel"], num_nextn_predict_layers=1), mtp_module),
     Case("vLLM, SGLang", "EagleLlamaForCausalLM, LlamaForCausalLMEagle", "eagle1", WHOLE,
          {**LAYER, "model_type": "llama", "num_hidden_layers": 1, "architectures": ["EagleLlamaForCausalLM"]}, plain),
     Case("vLLM", "MedusaModel", "medusa", WHOLE,
@@ -392,7 +408,9 @@ REFUSED = [
      "dflash_config": IDS, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, "other layers than target_layer_ids"),
     ("quantized weights", {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"], "quantization_config": {"quant": "fp8"}},
      "is quantized"),
-    ("speculators mtp", speculators("mtp", BLOCK), "has .*mtp.*; import reads"),
+    ("speculators mtp with layers of another family",
+     speculators("mtp", {**BLOCK, "model_type": "qwen3_next"}, num_nextn_predict_layers=1),
+     "layers of model_type='qwen3_next'; ours are qwen3's"),
     ("speculators xpress", speculators("xpress", BLOCK), "has .*xpress.*; import reads"),
     ("SpecForge PEagleDraftModel", {**EAGLE, "architectures": ["PEagleDraftModel"]}, "config.json has no mask_token_id"),
     ("ModelOpt heads with parallel drafting", {**EAGLE, "architectures": ["LlamaForCausalLMEagle3"],

@@ -93,7 +93,7 @@ def test_a_recipe_that_contradicts_the_drafter_is_refused(tmp_path, made, words,
 
 
 @pytest.mark.thorough
-def test_adapters_of_a_head_are_trained_resumed_and_merged(tmp_path, made):
+def test_adapters_of_a_head_are_trained_resumed_merged_and_read_alone(tmp_path, made):
     words = [*recipe(tmp_path, made), "drafter.lora={r: 4}", "learning_rate=0.01", "save_steps=2"]
     words.append("lr_scheduler_type=constant")
     whole = tmp_path / "whole"
@@ -112,6 +112,26 @@ def test_adapters_of_a_head_are_trained_resumed_and_merged(tmp_path, made):
     assert all(name.split(".")[-2] in layers for name in changed)
     small = (whole / "adapter" / "adapter_model.safetensors").stat().st_size
     assert small < 0.5 * (whole / "model.safetensors").stat().st_size
+
+    # The adapter alone, on its head, is the same drafter.
+    again = tmp_path / "again"
+    adapter = whole / "adapter"
+    assert (
+        main(
+            [
+                "import",
+                "--checkpoint",
+                str(adapter),
+                "--target",
+                str(made[0]),
+                "--output",
+                str(again),
+            ]
+        )
+        == 0
+    )
+    read = load_file(again / "model.safetensors")
+    assert all(torch.equal(read[name], after[name]) for name in after)
 
 
 @torch.no_grad()

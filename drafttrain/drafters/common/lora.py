@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from drafttrain.errors import UserError
 from drafttrain.extras import LazyPackage
-from drafttrain.files import Json
+from drafttrain.files import Json, read_json
 from drafttrain.formats.weights import Shapes, check_names
 from drafttrain.target.loading import check_finite, loading
 from drafttrain.values import AnyText, Count, Depth, Fraction, PositiveAmount, check
@@ -45,6 +45,7 @@ _PEFT_NAMES = {
 }
 FOLDER = "adapter"  # beside the weights
 _NAME = "default"  # of the adapter in peft
+CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 # Prefix of module names in peft's files, which describe a wrapped model.
 _PREFIX = "base_model.model."
@@ -150,6 +151,24 @@ def save_adapter(lm: Any, state: dict[str, Tensor], folder: Path) -> None:
     )
     tensors = {_PREFIX + name: value.contiguous() for name, value in own.items()}
     save_file(tensors, folder / _WEIGHTS)
+
+
+def read_options(folder: Path) -> tuple[str, Json]:
+    """Name of the drafter that an adapter's folder belongs to, and the options of `add_lora`.
+
+    Raises:
+        UserError: the file is missing, damaged, or names no drafter.
+    """
+    found = read_json(folder / CONFIG, "adapter", "use the folder as training wrote it")
+    base = found.get("base_model_name_or_path")
+    if not base:
+        raise UserError(
+            f"{folder / CONFIG} names no base_model_name_or_path: the drafter whose layers it adapts; add its folder or Hub id"
+        )
+    options = {}
+    for ours in _LORA:
+        options[ours] = found[_PEFT_NAMES.get(ours, ours)]
+    return base, options
 
 
 def load_adapter(lm: nn.Module, folder: Path) -> None:

@@ -13,7 +13,8 @@ modules) and the target's embedding and head, so the target need not be MiMo. It
 whole vocabulary, whatever was kept, and reads a zero embedding at position 0.
 
 Sources: vLLM 0.32 models/mimo_mtp.py, config/speculative.py (hf_config_override),
-v1/spec_decode/llm_base_proposer.py.
+v1/spec_decode/llm_base_proposer.py;
+speculators 0.9 models/mtp (import only).
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ import torch
 
 from drafttrain.drafters.common.llama_layers import (
     ENGINE_KEYS,
+    LAYER_KEYS,
     layer_keys,
     unsupported_by_llama,
 )
+from drafttrain.drafters.eagle3.reading import published_rope
 from drafttrain.drafters.form import Form, Weight
 from drafttrain.drafters.mtp.checkpoint_modules import MIMO, swapped
 from drafttrain.drafters.mtp.family_export import FAMILY, FORMATS, HEAD_TRAINED
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
+from drafttrain.drafters.published_keys import LAYER_FORMS, Fixed, windows_of
 from drafttrain.drafters.shipping import (
     TARGET_OVERRIDES,
     Exported,
@@ -41,7 +45,7 @@ from drafttrain.drafters.shipping import (
     Trained,
 )
 from drafttrain.errors import UserError
-from drafttrain.files import Json
+from drafttrain.files import Json, value_of
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import dtype_name
 from drafttrain.target import load_shell
@@ -55,6 +59,17 @@ _SHAPE = (
     "rope_parameters",
 )
 _BIASED = ("q_proj", "k_proj", "v_proj")
+# Layers of speculators' modules that a `DraftLayer` computes.
+_PLAIN_LAYERS = ("qwen3",)
+# Copies of the target's tensors in speculators' files.
+_TARGETS = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+    "t2d",
+    "d2t",
+)
 
 
 class MTPShipping(Shipping[MTP]):
@@ -74,6 +89,9 @@ class MTPShipping(Shipping[MTP]):
     engine_keys = ENGINE_KEYS
     serving = {"vLLM": {"method": "mtp", TARGET_OVERRIDES: {"num_nextn_predict_layers": 1}}}
     tiny = {"train_head": False, "num_key_value_heads": 2}
+    published_keys = {*LAYER_KEYS, *LAYER_FORMS}
+    fixed_keys = {"num_nextn_predict_layers": Fixed((1,))}
+    reads = "speculators' MTP modules (speculators_model_type mtp) with a Qwen3 layer"
     no_format = (
         "the engine reads prediction modules out of the target's own checkpoint, for families that come with one; train an "
         "eagle1 or eagle3 drafter for serving there"
@@ -173,7 +191,45 @@ class MTPShipping(Shipping[MTP]):
         return form
 
     def more_fields(self, original: MTP, export: Exported) -> Json:
-        return {"train_head": False}
+        normed = f"{MIMO.module.format(n=0)}self_attn.q_norm.weight" in export.weights
+        return {"train_head": False, "qk_norm": normed}
+
+    def recognizes(self, config: Mapping[str, object]) -> bool:
+        return config.get("speculators_model_type") == "mtp"
+
+    def foreign(self, checkpoint: Exported) -> list[str]:
+        layer = value_of(checkpoint.config, "transformer_layer_config", {})
+        reasons = windows_of(layer)
+        kind = value_of(layer, "model_type", "")
+        if kind not in _PLAIN_LAYERS:
+            reasons.append(
+                f"has layers of model_type={kind!r}; ours are {' or '.join(_PLAIN_LAYERS)}'s"
+            )
+        return reasons
+
+    def published(self, checkpoint: Exported, target: Json) -> Exported:
+        """speculators' module as MiMo's, whose names it has but for the place and the halves' order."""
+        layer = checkpoint.config["transformer_layer_config"]
+        place = MIMO.module.format(n=0)
+        found = {}
+        for name, weight in checkpoint.weights.items():
+            if name in _TARGETS:
+                continue
+            own = name.replace("mtp_layers.0.", place, 1)
+            found[own] = weight
+            if own.endswith("input_proj.weight"):
+                found[own] = swapped(weight)
+            elif own.endswith(tuple(f"{name}.weight" for name in _BIASED)):
+                bias = own.removesuffix("weight") + "bias"
+                found.setdefault(bias, torch.zeros(len(weight), dtype=weight.dtype))
+        keys: Json = {}
+        for name, default in LAYER_KEYS.items():
+            value = value_of(layer, name, default)
+            if value is not None:
+                keys[name] = value
+        keys["num_hidden_layers"] = 1  # the config's number is the target's
+        keys["rope_parameters"] = published_rope(layer)
+        return Exported(checkpoint.where, keys, found)
 
 
 SHIPPING = MTPShipping()
