@@ -468,7 +468,7 @@ class DecoderDrafter(TrainableDrafter):
         self,
         folder: str | Path,
         state_dict: dict[str, Tensor] | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         """As the base class; adapters are merged, and are in the folder `adapter` too."""
         if not self.adapted:
@@ -477,7 +477,7 @@ class DecoderDrafter(TrainableDrafter):
         state = state_dict or self.state_dict()
         plain = self.blank()
         plain.load_state_dict(lora.merged(self, state))
-        plain.write(folder, **options)
+        TrainableDrafter.write(plain, folder, **options)
         if options.get("is_main_process", True):
             lora.save_adapter(self, state, Path(folder) / lora.FOLDER)
 
