@@ -63,7 +63,7 @@ for words in {commands}:
 
 def test_each_package_has_an_extra_of_its_own():
     optional = PROJECT["optional-dependencies"]
-    brought = {"PIL": "pillow"}
+    brought = {"PIL": "pillow", "prometheus_client": "prometheus-client"}
     for package, extra in EXTRAS.items():
         assert brought.get(package, package) in [
             re.split(r"[<>=]", one)[0] for one in optional[extra]

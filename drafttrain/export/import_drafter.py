@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drafttrain.drafters.common import lora
-from drafttrain.drafters.common.trainable import DecoderDrafter
-from drafttrain.drafters.registry import load_trained
+from drafttrain.drafters.adapters import adapted, is_adapter
 from drafttrain.drafters.shipping import (
     ExportRequest,
     Shipping,
@@ -20,7 +18,7 @@ from drafttrain.files import hub_snapshot, scratch_folder, writing
 from drafttrain.folders import OutputFolder, inputs_of
 from drafttrain.formats.weights import read_config
 from drafttrain.outcome import conclude, next_command
-from drafttrain.target import Target, load_shell
+from drafttrain.target import load_shell
 
 _READS = "; ".join(filter(None, (shipping(kind).reads for kind in shipped_kinds())))
 
@@ -34,12 +32,14 @@ def run(args: argparse.Namespace) -> int:
 def convert(args: argparse.Namespace, output: OutputFolder) -> int:
     """Reads the checkpoint, checks it, and writes the drafter."""
     folder = checkpoint_folder(args.checkpoint, args.allow_pickle)
+    adapts = is_adapter(folder)
+    if not adapts:
+        kind = find_kind(folder)
     target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
-    if (folder / lora.CONFIG).is_file():
+    if adapts:
         drafter = adapted(folder, target)
         kind = shipping(drafter.kind)
     else:
-        kind = find_kind(folder)
         drafter = kind.read(folder, target.identity(), args.allow_pickle)
 
     with output.staged(keep=("decoding.json",)) as part, scratch_folder() as scratch:
@@ -61,26 +61,6 @@ def convert(args: argparse.Namespace, output: OutputFolder) -> int:
     then = next_command("eval", carry=args, target=args.target, drafter=output.path)
     conclude({"kind": trained.kind, "parameters": parameters}, [output.path], then)
     return 0
-
-
-def adapted(folder: Path, target: Target) -> DecoderDrafter:
-    """The drafter of an adapter's folder, with the adapter merged.
-
-    Raises:
-        UserError: its drafter is not there, has no decoder layers, is for another target, or has
-            other layers.
-    """
-    base, options = lora.read_options(folder)
-    drafter = load_trained(base, "adapter")
-    if not isinstance(drafter, DecoderDrafter):
-        raise UserError(
-            f"checkpoint={str(folder)!r} adapts {base!r}, a {drafter.kind}; load that with peft, as its file says"
-        )
-    drafter.bind(target)
-    drafter.add_adapters(options, base)
-    lora.load_adapter(drafter, folder)
-    drafter.merge_adapters()
-    return drafter
 
 
 def checkpoint_folder(name: str, allow_pickle: bool) -> Path:

@@ -235,7 +235,8 @@ def follow(
         drafter: a trained drafter's folder or Hub id, whose optimizer begins anew; or the
             `Follower` of the calls before.
     """
-    if isinstance(drafter, str):
-        drafter = Follower(drafter, policy, tokenizer)
-    drafter.policy = policy
-    return drafter.follow(rollouts)
+    follower = drafter
+    if isinstance(follower, str):
+        follower = Follower(follower, policy, tokenizer)
+    follower.policy = policy
+    return follower.follow(rollouts)

@@ -184,14 +184,14 @@ def test_the_target_here(
     assert generate(*words) == 0
     out = capsys.readouterr().out
     assert "too long: raise --max-length" in out and "no such file: replace that image" in out
-    seeing = seeing.load()
+    sees = seeing.load()
     for key, row in check_rows(output).items():
         if key != "text":  # the text is the model's own
             (start, end), *_ = row["spans"]
             text = target.tokenizer.decode(row["tokens"][:start]).replace(
                 "<|image|>" * 4, "<|image|>"
             )
-            prompt = seeing.image_prompt(text, [picture(0), picture(1)][: len(row["images"])])
+            prompt = sees.image_prompt(text, [picture(0), picture(1)][: len(row["images"])])
             assert prompt.ids.tolist() == row["tokens"][:start]
             assert seeing.generate(prompt, end - start) == row["tokens"][start:end]
 
@@ -315,7 +315,7 @@ def test_vllm_in_process_gets_markers_and_pixels(
             ids += [token] * TOKENS if token == PLACEHOLDER else [token]
         pixels = prompt.get("multi_modal_data", {"image": []})["image"]
         assert [image.mode for image in pixels] == ["RGB"] * (ids.count(PLACEHOLDER) // TOKENS)
-        said = tokens_of(target, f"seen {[image.width for image in pixels]}</s>")
+        said = tokens_of(target, f"{[image.width for image in pixels]}</s>")
         done = SimpleNamespace(token_ids=said, finish_reason="stop", stop_reason=None)
         yield SimpleNamespace(
             request_id=key, finished=True, outputs=[done], prompt_token_ids=ids + more
@@ -333,7 +333,7 @@ def test_vllm_in_process_gets_markers_and_pixels(
     if more:
         assert listed(output) == {**BAD, "one": "token ids", "two": "token ids"}
         return
-    text = "user: <|image|>or<|image|></s>assistant: seen [30, 31]</s>"
+    text = "user: <|image|>or<|image|></s>assistant: [30, 31]</s>"
     assert check_rows(output)["two"]["tokens"] == tokens_of(target, text)
 
 
