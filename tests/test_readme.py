@@ -15,7 +15,7 @@ from tests.files import ROOT, load_json
 UNDRAFTED = {"mlp_speculator": {"vLLM"}}  # vLLM 0.32 has its class but no longer drafts with it
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MEASURED = load_json(ROOT / "eval" / "results" / "quickstart_2_smollm2-135m_zen5_cpu.json")
+MEASURED = load_json(ROOT / "eval" / "results" / "quickstart_smollm2-135m_zen5_cpu.json")
 
 
 def test_the_number_of_kinds_is_counted():

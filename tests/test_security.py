@@ -16,7 +16,7 @@ from drafttrain.reports.report_page import make_charts, page
 from drafttrain.target import Target
 from tests.files import ROOT, dump_json, load_json
 
-RESULTS = load_json(ROOT / "eval" / "results" / "quickstart_smollm2-135m_cpu.json")
+RESULTS = load_json(ROOT / "eval" / "results" / "quickstart_smollm2-135m_zen5_cpu.json")
 HOSTILE = "<script>alert('x')</script>{{ 7 * 7 }}"
 
 

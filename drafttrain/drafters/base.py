@@ -243,6 +243,10 @@ class Drafter(NamedDrafter):
         """Returns another drafter of the same shapes, for a copy of sharded weights."""
         raise NotImplementedError
 
+    def plain_state(self) -> dict[str, Tensor]:
+        """The state dict that `blank` takes, with adapters merged."""
+        raise NotImplementedError
+
     def load_checkpoint(self, folder: str | Path) -> bool:
         """Reads the weights of a training checkpoint.
 

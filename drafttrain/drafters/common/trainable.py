@@ -263,7 +263,6 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         return type(self)(self.config)
 
     def plain_state(self) -> dict[str, Tensor]:
-        """The state dict that `blank` takes."""
         return self.state_dict()
 
     def pack(self) -> None:
