@@ -233,7 +233,7 @@ def sampled() -> Picture:
 
 
 def round_time() -> Picture:
-    """Where a round's time goes: eval/results/profile_smollm2-135m_cpu.json, the third row of docs/benchmarks.md."""
+    """Where a round's time goes: eval/results/profile_smollm2-135m_cpu.json."""
     art = Picture(
         720,
         230,
