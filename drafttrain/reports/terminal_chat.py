@@ -232,7 +232,8 @@ class ChatSession:
                     is_last = number == len(tokens) and turn.finish != ""
                     turn.pieces.append((stream.take(last=is_last), producer))
                 yield turn
-                turn.shown += time.perf_counter() - began  # the view has shown the turn
+                if not turn.finish:  # the last token ends the clock of decoding, before it is shown
+                    turn.shown += time.perf_counter() - began
         finally:
             rounds.close()
             if not turn.finish:

@@ -45,6 +45,17 @@ def last(session: ChatSession, text: str, rounds: int = 10**6) -> ChatTurn:
         return list(islice(answer, rounds))[-1]
 
 
+def test_the_time_of_showing_is_left_out(target):
+    with closing(session_of(target, None, 8).answer("hello there")) as rounds:
+        for turn in rounds:
+            if turn.finish:
+                time.sleep(0.5)  # longer than all of the decoding
+    assert turn.decoded[1] > 0
+    assert turn.decoded[1] == pytest.approx(
+        turn.stats.total_seconds - turn.stats.prefill_seconds - turn.shown
+    )
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_are_those_of_plain_decoding(target, temperature):
