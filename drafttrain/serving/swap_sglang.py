@@ -151,7 +151,9 @@ class SglangSwapper(Swapper):
             return
         # A part of the ranks has the new weights: all get the old ones.
         if not all(kept):
-            self._send(old, ranks)
+            # Whatever becomes of it, the checksums tell what serves.
+            with contextlib.suppress(SwapRefused):
+                self._send(old, ranks)
             kept = [self._checksums("draft", ranks) == before]
         reason = failure or "not every rank took the new weights, or they serve already"
         if not all(kept):

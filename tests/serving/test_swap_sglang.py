@@ -133,6 +133,21 @@ def test_every_rank_is_counted_and_a_part_is_rolled_back(start, capsys):
     assert swap(server, "--drafter", "b") == 0 and values(server) == [2.0, 2.0]
 
 
+def test_a_rollback_that_cannot_begin_is_no_kept_head(start, capsys):
+    server = start(ranks=2)
+    server.ranks[1].load = lambda pairs: None
+    begin = server.begin_weight_update
+
+    def once(**body):
+        server.begin_weight_update = lambda **_: said("no update can begin")
+        return begin(**body)
+
+    server.begin_weight_update = once
+    assert swap(server, "--drafter", "b") == 2
+    printed = capsys.readouterr().err
+    assert "has weights of two heads" in printed and "keeps its head" not in printed
+
+
 def test_updates_that_fail_leave_the_old_head(start, capsys):
     server = start()
     update = server.update_weights_from_tensor
