@@ -288,9 +288,15 @@ def decode(args: argparse.Namespace, device: torch.device) -> None:
         drafter, {tuple(p): t for p, t in zip(prompts, truths, strict=True)}, args.accept
     )
     sides: dict[str, Any] = {}
-    for tree in TREES:
+    # Plain decoding by the model's own layers, then all with fused ones.
+    for tree in ("own layers", *TREES):
+        if tree != "own layers":
+            target.pack()
         decoder = Decoder(
-            target, None if tree == "none" else simulated, spec=TreeSpec.parse(tree), **options
+            target,
+            simulated if tree in TREES[1:] else None,
+            spec=TreeSpec.parse(tree if tree in TREES else "none"),
+            **options,
         )
         seconds = []
         made = []

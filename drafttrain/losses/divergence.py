@@ -36,7 +36,7 @@ from drafttrain.errors import UserError
 from drafttrain.losses.fused import fused_step
 from drafttrain.losses.shared_head import SharedHead, products, products_backward
 from drafttrain.losses.spec import Loss, parse_loss
-from drafttrain.ops.tree_attention_triton import has_triton
+from drafttrain.ops.launch import has_triton
 
 # Target distributions up to this size are computed once per batch and shared by all depths; larger
 # ones once per use.

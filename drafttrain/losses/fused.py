@@ -12,7 +12,7 @@ from torch.overrides import wrap_torch_function
 
 from drafttrain.losses.shared_head import products
 from drafttrain.losses.spec import ACCEPTANCE, Loss
-from drafttrain.ops.tree_attention_triton import run_kernel
+from drafttrain.ops.launch import run_kernel
 
 _BLOCK = 4096  # columns of the vocabulary per iteration of a program
 

@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.errors import UserError, shown
+from drafttrain.ops.fused import NormForm
 from drafttrain.ops.native import built_kernels, cpu_kernels, multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
@@ -504,31 +505,15 @@ class PackedRMSNorm(Packed):
 
     @staticmethod
     def like(norm: nn.Module) -> PackedRMSNorm | None:
-        """The same norm, tested on random input; None for another function, dtype or device."""
-        weight = getattr(norm, "weight", None)
-        eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        if "RMSNorm" not in type(norm).__name__ or weight is None or not isinstance(eps, float):
+        """The same norm; None for another function, dtype or device."""
+        if cpu_kernels() is None:
             return None
-        if (
-            weight.dim() != 1
-            or weight.dtype != torch.float32
-            or weight.device.type != "cpu"
-            or cpu_kernels() is None
-        ):
+        form = NormForm.of(norm)
+        if form is None or form.weight.dtype != torch.float32 or not form.weight.is_cpu:
             return None
-        x = torch.randn(
-            3,
-            len(weight),
-            generator=torch.Generator().manual_seed(0),
-        )
-        expected = norm(x)
-        for factor in (weight, weight + 1):  # some families store the factor minus one
-            packed = PackedRMSNorm(factor, eps)
-            packed.saved = dict(norm.state_dict())
-            # Another function of the same name fails here, one with other constants too.
-            if torch.allclose(packed(x), expected, rtol=1e-5, atol=1e-6):
-                return packed
-        return None
+        packed = PackedRMSNorm(form.weight + form.plus, form.eps)
+        packed.saved = dict(norm.state_dict())
+        return packed
 
 
 def weights_of(module: nn.Module) -> Iterator[Tensor]:

@@ -14,23 +14,20 @@ callers choose it.
 from __future__ import annotations
 
 import functools
-import importlib.util
-import logging
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from drafttrain.errors import first_line
+from drafttrain.ops.launch import has_triton, run_kernel
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, masked_attention
 
 # More parts than this cost more in the merge than they gain.
 _MOST_PARTS = 128
 _WORD = 32
-logger = logging.getLogger(__name__)
 
 
 class PlanShape(NamedTuple):
@@ -272,40 +269,6 @@ def static_reference(
     mask = mask.repeat(query.shape[1] // kv_heads, 1)  # [group * N, slots]
     out = masked_attention(query, keys[None], values[None], mask, form)
     return out.transpose(1, 2).contiguous().transpose(1, 2)  # laid out as the kernels' output
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton builds and launches a kernel on the GPU; a warning says what it lacks."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    try:
-        # At its first kernel, Triton compiles a part of its driver with the machine's C compiler.
-        from drafttrain.ops.tree_attention_kernels import mark
-
-        out = torch.zeros(1, dtype=torch.int32, device="cuda")
-        run_kernel(mark, (1,), out)
-    except Exception as error:  # whatever its reason, torch's functions serve
-        logger.warning(
-            "Triton builds no kernels here (%s): this GPU uses torch's slower functions; install a "
-            "C compiler and Python's headers (apt-get install gcc python3-dev)",
-            first_line(error),
-        )
-        return False
-    return True
-
-
-def run_kernel(
-    kernel: Any,
-    grid: tuple[int, ...],
-    first: Tensor,
-    /,
-    *args: Any,
-    **options: Any,
-) -> None:
-    """Launches a Triton kernel on its first argument's device, not on the process's current one."""
-    with torch.cuda.device_of(first):
-        kernel[grid](first, *args, **options)
 
 
 class Geometry(NamedTuple):

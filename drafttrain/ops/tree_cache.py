@@ -22,14 +22,13 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import UserError
+from drafttrain.ops.launch import has_triton, run_kernel
 from drafttrain.ops.native import built_kernels, cpu_kernels
 from drafttrain.ops.packing import address_of, check
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan, TreeLayout, tree_attention
 from drafttrain.ops.tree_attention_triton import (
     PackedPlan,
-    has_triton,
     packed_tree_attention,
-    run_kernel,
 )
 
 # Longer pieces are prompts. Fused causal attention reads them faster than a kernel for few tokens.

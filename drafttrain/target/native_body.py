@@ -8,8 +8,8 @@ A model that differs in anything keeps transformers' forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -34,10 +34,11 @@ _LAYER_PARTS = {
     "post_feedforward_layernorm",
 }
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
-_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_PROOF_TOKENS = 12
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+PROOF_TOKENS = 12
 _KNOWN_POSITIONS = 1 << 14  # rotary tables of more positions are not kept
 
+T = TypeVar("T")
 Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [rows, rotary_dim]
 
 
@@ -51,7 +52,7 @@ class NativeBody:
         self,
         target: ProvenModel,
         layers: list[DecoderLayer],
-        rotary: _Rotary,
+        rotary: Rotary,
     ):
         self.body = target.body
         self.layers = layers
@@ -70,9 +71,9 @@ class NativeBody:
             return None
         if not {"rotary_emb", "norm"} <= parts.keys():
             return None
-        rotary = _Rotary(parts["rotary_emb"])
-        proofs = _proof_tokens(target)
-        expected = [_record(target, ids, positions, rotary) for ids, positions in proofs]
+        rotary = Rotary(parts["rotary_emb"])
+        proofs = proof_rows(target)
+        expected = [record(target, ids, positions, rotary) for ids, positions in proofs]
         layers: list[DecoderLayer] = []
         for module in target.layers:
             layer = native_layer(module, rotary.width)
@@ -83,8 +84,8 @@ class NativeBody:
             return None
         native = NativeBody(target, layers, rotary)
         for (ids, positions), want in zip(proofs, expected, strict=True):
-            cache = TreeCache(_PROOF_TOKENS)
-            cache.open([(0, _PROOF_TOKENS)])
+            cache = TreeCache(PROOF_TOKENS)
+            cache.open([(0, PROOF_TOKENS)])
             got = native.forward(
                 ids,
                 range(target.num_layers + 1),
@@ -112,7 +113,7 @@ class NativeBody:
         """
         x = self._look_up(input_ids)
         tables = self.rotary.tables(x[None], position_ids)
-        wanted = _inside(feature_layers)
+        wanted = wanted_inputs(feature_layers)
         cache = self._cache(context)
         if cache is not None:
             plan, addresses = cache
@@ -120,7 +121,7 @@ class NativeBody:
         else:
             caught = self._layer_by_layer(x, tables, context, wanted)
         last = self.body.norm(x)  # [n, h]
-        features = _features(caught, last, feature_layers, wanted)  # [n, f*h]
+        features = select_features(caught, last, feature_layers, wanted)  # [n, f*h]
         return TargetOutput(features[None], last[None])
 
     def score(
@@ -151,7 +152,7 @@ class NativeBody:
         tables = known
         if tables is None:
             tables = self.rotary.compute(x[None], context.positions())
-        wanted = _inside(feature_layers)
+        wanted = wanted_inputs(feature_layers)
         ending = Ending(norm, head, rows)
         caught = self.stack.forward(
             x,
@@ -165,7 +166,7 @@ class NativeBody:
         logits = ending.logits
         if head.bias is not None:
             logits.add_(head.bias)
-        return _features(caught, ending.last, feature_layers, wanted), logits
+        return select_features(caught, ending.last, feature_layers, wanted), logits
 
     def _cache(self, context: object) -> tuple[CpuPlan, Addresses] | None:
         """The plan of a call and the addresses of the cache; None where the kernel does not apply."""
@@ -215,12 +216,12 @@ class NativeBody:
         return x.new_empty(len(x), 0, x.shape[1])
 
 
-def _inside(feature_layers: Sequence[int]) -> list[int]:
+def wanted_inputs(feature_layers: Sequence[int]) -> list[int]:
     """The layers whose inputs are features, ascending."""
     return sorted({layer for layer in feature_layers if layer != LAST})
 
 
-def _features(
+def select_features(
     caught: Tensor,
     last: Tensor,
     feature_layers: Sequence[int],
@@ -251,7 +252,7 @@ def plain_embedding(target: Any) -> Tensor | None:
     return None
 
 
-class _Rotary:
+class Rotary:
     """The model's rotary tables.
 
     Attributes:
@@ -316,29 +317,30 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     )
 
 
-def _proof_tokens(target: ProvenModel) -> list[tuple[Tensor, Tensor]]:
-    """Random ids and their positions, [1, _PROOF_TOKENS] int64 each, at low and at high positions.
+def proof_rows(target: ProvenModel) -> list[tuple[Tensor, Tensor]]:
+    """Random ids and their positions, [1, PROOF_TOKENS] int64 each, at low and at high positions.
 
     Some models scale attention or rotation beyond a length.
     """
     proofs = []
     longest = target.max_positions or 4096
-    for start in (0, max(0, longest - _PROOF_TOKENS)):
+    for start in (0, max(0, longest - PROOF_TOKENS)):
         generator = torch.Generator().manual_seed(start)
         ids = torch.randint(
             target.vocab_size,
-            (1, _PROOF_TOKENS),
+            (1, PROOF_TOKENS),
             generator=generator,
         )
-        proofs.append((ids, torch.arange(start, start + _PROOF_TOKENS)[None]))
+        positions = torch.arange(start, start + PROOF_TOKENS)[None]
+        proofs.append((ids.to(target.device), positions.to(target.device)))
     return proofs
 
 
-def _record(
+def record(
     target: ProvenModel,
     ids: Tensor,
     positions: Tensor,
-    rotary: _Rotary,
+    rotary: Rotary,
 ) -> TargetOutput:
     """The model's own forward; records the rotary module's calls and which layer reads which."""
     outputs: list[tuple[Tensor, Tensor]] = []  # tables of each call
@@ -367,7 +369,7 @@ def _record(
         handles.append(layer.register_forward_pre_hook(entered, with_kwargs=True))
     every = range(target.num_layers + 1)
     try:
-        out = target.forward(ids, every, positions, CausalRows(_PROOF_TOKENS))
+        out = target.forward(ids, every, positions, CausalRows(PROOF_TOKENS))
     finally:
         for handle in handles:
             handle.remove()
@@ -378,16 +380,55 @@ def _record(
     return out
 
 
+class LayerParts(NamedTuple):
+    """A decoder layer's modules: an attention with projections, an MLP, and norms by their names."""
+
+    attention: Any
+    mlp: Any
+    norms: dict[str, nn.Module]
+
+    @staticmethod
+    def of(layer: nn.Module) -> LayerParts | None:
+        """None for a layer that has other modules, or lacks some of these."""
+        attention: Any = getattr(layer, "self_attn", None)
+        mlp: Any = getattr(layer, "mlp", None)
+        if attention is None or mlp is None or not getattr(attention, "head_dim", 0):
+            return None
+        own = dict(layer.named_children())
+        inside = dict(attention.named_children())
+        if own.keys() - _LAYER_PARTS or inside.keys() - _ATTENTION_PARTS:
+            return None
+        norms = {name: part for name, part in (own | inside).items() if name.endswith("norm")}
+        if not {"input_layernorm", "post_attention_layernorm"} <= norms.keys():
+            return None
+        return LayerParts(attention, mlp, norms)
+
+
+def by_role(norms: Mapping[str, T]) -> dict[str, T | None]:
+    """The norms of `LayerParts`, or what stands for them, by what they are applied to."""
+    mlp_norm = norms["post_attention_layernorm"]
+    attended_norm = None
+    if "pre_feedforward_layernorm" in norms:  # Gemma: norms before and after both blocks
+        mlp_norm = norms["pre_feedforward_layernorm"]
+        attended_norm = norms["post_attention_layernorm"]
+    return {
+        "input_norm": norms["input_layernorm"],
+        "mlp_norm": mlp_norm,
+        "attended_norm": attended_norm,
+        "mlp_out_norm": norms.get("post_feedforward_layernorm"),
+        "query_norm": norms.get("q_norm"),
+        "key_norm": norms.get("k_norm"),
+    }
+
+
 def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
     """The packed layer if it consists of nothing but the modules that `DecoderLayer` computes."""
-    attention: Any = getattr(layer, "self_attn", None)
-    mlp: Any = getattr(layer, "mlp", None)
-    if attention is None or mlp is None or not getattr(attention, "head_dim", 0):
+    parts = LayerParts.of(layer)
+    if parts is None:
         return None
-    own = dict(layer.named_children())
-    inside = dict(attention.named_children())
-    gated = dict(mlp.named_children())
-    if own.keys() - _LAYER_PARTS or inside.keys() - _ATTENTION_PARTS or gated.keys() - _MLP_PARTS:
+    inside = dict(parts.attention.named_children())
+    gated = dict(parts.mlp.named_children())
+    if gated.keys() - MLP_PARTS or "act_fn" not in gated:
         return None
 
     # Linear layers: only queries, keys and values may have biases, and all three of them.
@@ -407,44 +448,33 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
     # Norms: all are RMS norms of one eps.
     factor: dict[str, Tensor] = {}
     eps = set()
-    for name, part in (own | inside).items():
-        if name.endswith("norm"):
-            norm = PackedRMSNorm.like(part)
-            if norm is None:
-                return None
-            factor[name] = norm.weight
-            eps.add(norm.eps)
-    if len(eps) != 1 or not {"input_layernorm", "post_attention_layernorm"} <= factor.keys():
+    for name, part in parts.norms.items():
+        norm = PackedRMSNorm.like(part)
+        if norm is None:
+            return None
+        factor[name] = norm.weight
+        eps.add(norm.eps)
+    if len(eps) != 1:
         return None
-    if "pre_feedforward_layernorm" in factor:  # Gemma: norms before and after both blocks
-        mlp_norm = factor["pre_feedforward_layernorm"]
-        attended_norm = factor["post_attention_layernorm"]
-    else:
-        mlp_norm = factor["post_attention_layernorm"]
-        attended_norm = None
 
-    gelu = _is_gelu(gated["act_fn"]) if "act_fn" in gated else None
+    gelu = is_gelu(gated["act_fn"])
     if gelu is None:
         return None
+    factors: dict[str, Any] = by_role(factor)
     try:
         return DecoderLayer(
-            attention,
-            mlp,
+            parts.attention,
+            parts.mlp,
             rotary_dim,
             eps.pop(),
             gelu,
-            mlp_norm=mlp_norm,
-            input_norm=factor["input_layernorm"],
-            attended_norm=attended_norm,
-            mlp_out_norm=factor.get("post_feedforward_layernorm"),
-            query_norm=factor.get("q_norm"),
-            key_norm=factor.get("k_norm"),
+            **factors,
         )
     except ValueError:  # modules of these names with other shapes
         return None
 
 
-def _is_gelu(activation: nn.Module) -> bool | None:
+def is_gelu(activation: nn.Module) -> bool | None:
     """True for tanh-approximated GELU, False for SiLU, None for anything else."""
     x = torch.linspace(-6, 6, 101)
     y = activation(x)

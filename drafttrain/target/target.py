@@ -15,6 +15,7 @@ the insides of transformers' models:
     attention.py     the registered attention function and feature hooks, through which a model's layers reach our cache
     experts.py       experts whose passes a GPU can capture
     native_body.py   the same forward as a few C calls, for decoding on a CPU
+    fused_body.py    the same forward with fewer launches, for decoding on a GPU
     fetch.py, convert_gguf.py: getting one
 
 A family needs no code here. A model whose layers call the transformers attention interface decodes
@@ -59,6 +60,7 @@ from drafttrain.target.attention import (
 from drafttrain.target.devices import resolve_device, resolve_dtype, share_of_gpus
 from drafttrain.target.experts import most_captured
 from drafttrain.target.fetch import resolve_target
+from drafttrain.target.fused_body import FusedBody
 from drafttrain.target.generation import TargetGeneration, end_tokens, read_generation_config
 from drafttrain.target.loading import (
     load_language_model,
@@ -150,7 +152,7 @@ class Target:
         self.forms: list[AttentionForm] = []
         self.rounds = False
         self._packed = False
-        self._native: NativeBody | None = None
+        self._native: NativeBody | FusedBody | None = None
         self._hooked: set[int] = set()
         self.hooks: list[RemovableHandle] = []
         self.sight: Sight | None = None
@@ -370,7 +372,7 @@ class Target:
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold; raises UserError for native layers, which hold addresses."""
-        if self._native is not None:
+        if isinstance(self._native, NativeBody):
             raise UserError(
                 f"target {self.name!r} is packed for decoding and cannot be copied or pickled; copy it before pack()"
             )
@@ -387,12 +389,19 @@ class Target:
             self.model.float()
 
     def pack(self, keep_dtype: bool = False) -> Target:
-        """Packs the weights for fast inference on a CPU, a second copy; no effect elsewhere.
+        """Readies the target for decoding.
+
+        On a CPU this packs the weights, a second copy of them. On a GPU it fuses small operations
+        of the layers.
 
         Args:
             keep_dtype: keep computing in the present dtype, where training reads the same target.
         """
         with _packing:
+            if not self._packed and self.device.type == "cuda" and not self.reason:
+                self._native = FusedBody.of(self)
+                self._packed = True
+                self.release_steps()  # captured passes of the model's own layers
             if not self._packed and self.device.type == "cpu":
                 if not keep_dtype:
                     self.widen()
@@ -428,7 +437,7 @@ class Target:
         for module in self.model.modules():
             if isinstance(module, PackedLinear):
                 module.rounded = True
-        if self._native is not None:
+        if isinstance(self._native, NativeBody):
             for layer in self._native.layers:
                 layer.round_inputs()
 
@@ -690,7 +699,7 @@ class Target:
             Features [n, f*h] and logits [n, v].
         """
         native = self._native
-        if native is not None:
+        if isinstance(native, NativeBody):
             made = native.score(
                 input_ids,
                 feature_layers,

@@ -156,8 +156,8 @@ class PretendGpu(TorchDispatchMode):
     Args:
         devices: how many.
         capability: compute capability. shared: bytes of shared memory of a program; 227 KiB as an H100's.
-        interpret: run tree attention and the fused loss in Triton's interpreter, which takes seconds per launch, instead of
-            their torch references. Other kernels always run in the interpreter.
+        interpret: run tree attention, the fused loss and the fused parts of layers in Triton's interpreter, which takes
+            seconds per launch, instead of their torch references. Other kernels always run in the interpreter.
 
     Attributes:
         syncs: waits of the host, by "reason  file:line function"; calls: torch calls that compute on the device, likewise.

@@ -17,7 +17,7 @@ from drafttrain.inference import SamplingParams, generate
 from drafttrain.inference.responses import choose_slots
 from drafttrain.inference.static import TargetSteps
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
-from drafttrain.ops import tree_attention_kernels, tree_attention_triton
+from drafttrain.ops import launch, tree_attention_kernels
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target, devices
 from drafttrain.target import target as target_module
@@ -293,14 +293,14 @@ def test_without_a_c_compiler_a_line_says_what_triton_lacks(gpu, monkeypatch, ca
         def __getitem__(self, grid):
             raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
-    tree_attention_triton.has_triton.cache_clear()
-    assert tree_attention_triton.has_triton()
-    tree_attention_triton.has_triton.cache_clear()
+    launch.has_triton.cache_clear()
+    assert launch.has_triton()
+    launch.has_triton.cache_clear()
     monkeypatch.setattr(tree_attention_kernels, "mark", Broken())
     try:
-        assert not tree_attention_triton.has_triton()
+        assert not launch.has_triton()
     finally:
-        tree_attention_triton.has_triton.cache_clear()
+        launch.has_triton.cache_clear()
     (line,) = caplog.messages
     assert "(Failed to find C compiler.)" in line and "apt-get install gcc python3-dev" in line
 

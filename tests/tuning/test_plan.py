@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Mi
 
 from drafttrain.cli import main
 from drafttrain.errors import UserError
-from drafttrain.ops.tree_attention_triton import has_triton
+from drafttrain.ops.launch import has_triton
 from drafttrain.training.dry_step import StepMemory, StepSetting
 from drafttrain.tuning import plan_memory
 from drafttrain.tuning.costs import model_sizes

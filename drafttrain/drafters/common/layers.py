@@ -19,6 +19,7 @@ from drafttrain.batch import Attend, Part
 from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json, value_of
 from drafttrain.ops.cpu_layers import DecoderLayer
+from drafttrain.ops.fused import has_kernels, rotate_heads
 from drafttrain.ops.packing import SKINNY_ROWS
 
 LayerShape = LayerConfig | BlockConfig
@@ -134,6 +135,8 @@ def moved(place: Tensor, most: int, part: Part) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [t, heads, e]; cos, sin [t, 1, r] with r <= e."""
+    if not torch.is_grad_enabled() and x.dtype == cos.dtype and has_kernels(x):
+        return rotate_heads(x, (cos, sin))
     width = cos.shape[-1]
     if width < x.shape[-1]:
         return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)

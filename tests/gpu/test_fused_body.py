@@ -1,0 +1,130 @@
+"""Layers with fused operations on a GPU compute what the model's own compute, or are not taken."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from drafttrain.drafters.ngram.model import NgramDrafter
+from drafttrain.inference import Decoder
+from drafttrain.target import Target
+from drafttrain.target.attention import CausalRows
+from drafttrain.target.fused_body import FusedBody
+
+SIZE = {
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 90,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+FUSED = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 7},
+    "gemma": {},
+    "gemma2": {"sliding_window": 7},
+    "gemma3_text": {"sliding_window": 7},
+    "smollm3": {},
+    "qwen3_moe": EXPERTS,
+    "mixtral": EXPERTS,
+    "gpt_oss": {**EXPERTS, "sliding_window": 7},
+}
+OTHERS = {
+    "phi3": {},  # joined projections
+    "olmo2": {},  # norms behind the blocks
+    "ernie4_5": {},  # rotates pairs of neighbors
+    "granite": {"residual_multiplier": 0.5},
+}
+
+
+def make(kind, options, dtype=torch.float32, device="cuda"):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE, **options))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):  # a norm of ones hides a factor that is lost
+                weight.add_(torch.randn_like(weight) / 4)
+    return Target.wrap(model.eval().to(device, dtype), None, name=kind)
+
+
+@pytest.mark.any_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", FUSED)
+def test_layers_of_a_family_are_fused(any_gpu, kind, dtype):
+    target = make(kind, FUSED[kind], dtype).pack()
+    assert isinstance(target._native, FusedBody)
+
+
+@pytest.mark.any_gpu
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_layers_stay_the_models_own(any_gpu, kind):
+    assert make(kind, OTHERS[kind]).pack()._native is None
+
+
+@pytest.mark.any_gpu
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss"])
+def test_fused_layers_decode_the_models_own_tokens(request, kind):
+    prompts = [[5, 6, 7, 8, 5, 6, 7], [9, 8, 9]]
+    plain = make(kind, FUSED[kind], device="cpu")
+    options = {"eos_ids": (), "max_rows": 2}
+    want = [
+        one.tokens for one in Decoder(plain, None, **options).generate(prompts, max_new_tokens=12)
+    ]
+    gpu = request.getfixturevalue("any_gpu")
+    target = make(kind, FUSED[kind]).pack()
+    drafter = NgramDrafter()
+    drafter.bind(target)
+    for graphs in (False, True):
+        for side in (None, drafter):
+            made = Decoder(target, side, graphs=graphs, **options).generate(
+                prompts, max_new_tokens=12
+            )
+            assert [one.tokens for one in made] == want
+    assert gpu.replays > 0
+
+
+@pytest.mark.any_gpu
+def test_features_of_all_layers_are_the_models_own(any_gpu):
+    target = make("qwen3", {})
+    ids = torch.arange(7, device=target.device)[None]
+    layers = [3, 0, -1, 2]
+    want = target.forward(ids, layers)
+    target.pack()
+    got = target.forward(ids, layers, ids, CausalRows(7))
+    torch.testing.assert_close(got.features.cpu(), want.features.cpu())
+    torch.testing.assert_close(got.last_hidden.cpu(), want.last_hidden.cpu())
+
+
+@pytest.mark.any_gpu
+def test_a_changed_layer_is_not_fused(any_gpu, monkeypatch, caplog):
+    target = make("llama", {})
+    layer = target.layers[1]
+    own = layer.mlp.forward
+    monkeypatch.setattr(layer.mlp, "forward", lambda x: own(x) * 1.1)
+    assert target.pack()._native is None
+
+    def broken(x):
+        raise TypeError("another argument")
+
+    other = make("llama", {})
+    monkeypatch.setattr(other.layers[0].self_attn.q_proj, "forward", broken)
+    with caplog.at_level(logging.INFO):
+        assert FusedBody.of(other) is None
+    assert "keeps its own layers: another argument" in caplog.text
