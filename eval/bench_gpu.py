@@ -44,8 +44,12 @@ from drafttrain.training.dry_step import StepSetting, dry_step
 
 ROUND_GOAL = 1.25  # a round of a chain of 5, in readings of the target's weights
 MEMORY_GOAL = 0.15  # how far the prediction may be off
-# layers, hidden size, inner size, heads, key heads, vocabulary: Llama-3.1-8B; and one that any machine runs
-SHAPES = {"8b": (32, 4096, 14336, 32, 8, 128_256), "tiny": (4, 32, 64, 4, 2, 300)}
+# layers, hidden size, inner size, heads, key heads, vocabulary: Llama-3.1-8B, SmolLM2-135M, and one that any machine runs
+SHAPES = {
+    "8b": (32, 4096, 14336, 32, 8, 128_256),
+    "135m": (30, 576, 1536, 9, 3, 49_152),
+    "tiny": (4, 32, 64, 4, 2, 300),
+}
 TREES = ("none", "chain:5", "dynamic:8,10,60")
 
 
@@ -288,10 +292,11 @@ def decode(args: argparse.Namespace, device: torch.device) -> None:
         drafter, {tuple(p): t for p, t in zip(prompts, truths, strict=True)}, args.accept
     )
     sides: dict[str, Any] = {}
+    fused = target._native
     # Plain decoding by the model's own layers, then all with fused ones.
     for tree in ("own layers", *TREES):
-        if tree != "own layers":
-            target.pack()
+        target._native = fused if tree in TREES else None
+        target.release_steps()
         decoder = Decoder(
             target,
             simulated if tree in TREES[1:] else None,

@@ -332,6 +332,8 @@ class Target:
             torch.backends.cuda.enable_cudnn_sdp(False)
             target.most_captured = most_captured(model, name)
         target._choose_path(packed_only=not freeze)
+        if target.device.type == "cuda" and freeze and target.decoding_path == "packed":
+            target._native = FusedBody.of(target)
         return target
 
     def _choose_path(self, packed_only: bool) -> None:
@@ -389,19 +391,12 @@ class Target:
             self.model.float()
 
     def pack(self, keep_dtype: bool = False) -> Target:
-        """Readies the target for decoding.
-
-        On a CPU this packs the weights, a second copy of them. On a GPU it fuses small operations
-        of the layers.
+        """Packs the weights for fast inference on a CPU, a second copy; no effect elsewhere.
 
         Args:
             keep_dtype: keep computing in the present dtype, where training reads the same target.
         """
         with _packing:
-            if not self._packed and self.device.type == "cuda" and not self.reason:
-                self._native = FusedBody.of(self)
-                self._packed = True
-                self.release_steps()  # captured passes of the model's own layers
             if not self._packed and self.device.type == "cpu":
                 if not keep_dtype:
                     self.widen()

@@ -66,7 +66,7 @@ def moved_target(device: str = "cuda", dtype: torch.dtype = torch.float32) -> Ta
     """The contract tests' target on another device."""
     base = contract.the_target()
     model = copy.deepcopy(base.model).to(device, dtype)  # type: ignore[call-overload]
-    return Target.wrap(model, base.tokenizer, name=base.name, dtype=dtype).pack()
+    return Target.wrap(model, base.tokenizer, name=base.name, dtype=dtype)
 
 
 def moved(drafter: Any, target: Target) -> Any:

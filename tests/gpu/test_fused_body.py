@@ -68,14 +68,14 @@ def make(kind, options, dtype=torch.float32, device="cuda"):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", FUSED)
 def test_layers_of_a_family_are_fused(any_gpu, kind, dtype):
-    target = make(kind, FUSED[kind], dtype).pack()
+    target = make(kind, FUSED[kind], dtype)
     assert isinstance(target._native, FusedBody)
 
 
 @pytest.mark.any_gpu
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_layers_stay_the_models_own(any_gpu, kind):
-    assert make(kind, OTHERS[kind]).pack()._native is None
+    assert make(kind, OTHERS[kind])._native is None
 
 
 @pytest.mark.any_gpu
@@ -88,7 +88,7 @@ def test_fused_layers_decode_the_models_own_tokens(request, kind):
         one.tokens for one in Decoder(plain, None, **options).generate(prompts, max_new_tokens=12)
     ]
     gpu = request.getfixturevalue("any_gpu")
-    target = make(kind, FUSED[kind]).pack()
+    target = make(kind, FUSED[kind])
     drafter = NgramDrafter()
     drafter.bind(target)
     for graphs in (False, True):
@@ -105,8 +105,7 @@ def test_features_of_all_layers_are_the_models_own(any_gpu):
     target = make("qwen3", {})
     ids = torch.arange(7, device=target.device)[None]
     layers = [3, 0, -1, 2]
-    want = target.forward(ids, layers)
-    target.pack()
+    want = target.forward(ids, layers)  # rows without a context run in the model's own layers
     got = target.forward(ids, layers, ids, CausalRows(7))
     torch.testing.assert_close(got.features.cpu(), want.features.cpu())
     torch.testing.assert_close(got.last_hidden.cpu(), want.last_hidden.cpu())
@@ -118,7 +117,7 @@ def test_a_changed_layer_is_not_fused(any_gpu, monkeypatch, caplog):
     layer = target.layers[1]
     own = layer.mlp.forward
     monkeypatch.setattr(layer.mlp, "forward", lambda x: own(x) * 1.1)
-    assert target.pack()._native is None
+    assert FusedBody.of(target) is None
 
     def broken(x):
         raise TypeError("another argument")
@@ -128,3 +127,8 @@ def test_a_changed_layer_is_not_fused(any_gpu, monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         assert FusedBody.of(other) is None
     assert "keeps its own layers: another argument" in caplog.text
+
+
+def test_a_target_in_training_keeps_its_own_layers(gpu):
+    model = make("llama", {}).model.requires_grad_(True)
+    assert Target.wrap(model, None, name="draft", freeze=False)._native is None
