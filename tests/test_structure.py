@@ -18,8 +18,8 @@ from tests.density import measure, parsed
 from tests.files import ROOT
 
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
-MOST_NODES = 437_900
-MOST_TEST_NODES = 412_500
+MOST_NODES = 441_800
+MOST_TEST_NODES = 414_700
 MOST_PER_LINE = 8.55  # nodes per line of code
 MOST_PER_THOUSAND = {  # lines
     "conditional expressions": 10,
@@ -30,7 +30,7 @@ MOST_PER_THOUSAND = {  # lines
     "assignments in expressions": 1,
 }
 LEAST_COMMENTS = 5.0  # per 100 lines
-MOST_WITH_MANY_PARAMETERS = 11
+MOST_WITH_MANY_PARAMETERS = 13
 MOST_ANY = 250  # annotations that say Any: JSON and what libraries leave untyped
 # Module names that may occur once per drafter kind, and the marker of a package.
 SHARED_NAMES = {"model", "export", "config", "__init__"}

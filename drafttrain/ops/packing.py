@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.errors import UserError, shown
-from drafttrain.ops.fused import NormForm
+from drafttrain.ops.layer_ops import NormForm
 from drafttrain.ops.native import built_kernels, cpu_kernels, multiplies_bfloat16
 
 logger = logging.getLogger(__name__)

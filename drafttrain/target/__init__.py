@@ -6,6 +6,7 @@ attention.py, proof.py           the attention interface; the proof that a model
 sight.py, parts.py               prompts with images: towers that load with the first one
 snapshots.py, own_cache.py       models that keep their own forward and cache
 native_body.py                   decoding on a CPU: layers by C kernels (products: ops/packing.py)
+fused_body.py                    layers with fewer launches on a GPU (kernels: ops/layer_kernels.py)
 devices.py                       names of dtypes and devices
 shell.py                         a target without its layers
 borrowed.py                      a model in training as a target for a while

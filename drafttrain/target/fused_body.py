@@ -16,14 +16,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
 from drafttrain.errors import first_line
-from drafttrain.ops.fused import NormForm, Tables, add_norm, gate, rotate_heads
+from drafttrain.ops.cpu_layers import AttentionModule, GatedMLP
+from drafttrain.ops.layer_ops import NormForm, Tables, add_norm, gate, rotate_heads
 from drafttrain.ops.packing import without_grad
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import AttentionContext, CausalRows
@@ -31,7 +32,7 @@ from drafttrain.target.native_body import (
     MLP_PARTS,
     PROOF_TOKENS,
     LayerParts,
-    Rotary,
+    RotaryTables,
     by_role,
     is_gelu,
     proof_rows,
@@ -54,15 +55,17 @@ class FusedLayer:
     """A pre-norm decoder layer as its modules and the forms of its norms.
 
     Attributes:
-        form: how it attends.
-        gelu: the activation of a gated MLP, whose parts are fused; None runs the MLP as a module.
+        mlp: run as it is, unless it is `gated`.
+        form: how the layer attends.
+        gated: the MLP, if it is of gate, up and down; `gelu` is its activation.
         attended_norm, mlp_out_norm: of what attention and MLP add (Gemma), before it is added.
     """
 
-    attention: Any
-    mlp: Any
+    attention: AttentionModule
+    mlp: nn.Module
     form: AttentionForm
-    gelu: bool | None
+    gated: GatedMLP | None
+    gelu: bool
     input_norm: NormForm
     mlp_norm: NormForm
     attended_norm: NormForm | None
@@ -82,11 +85,20 @@ class FusedLayer:
             if norm is None:
                 return None
             norms[name] = norm
-        roles: dict[str, Any] = by_role(norms)
         gelu = None
-        if set(dict(parts.mlp.named_children())) == MLP_PARTS:
-            gelu = is_gelu(parts.mlp.act_fn)
-        return FusedLayer(parts.attention, parts.mlp, form, gelu, **roles)
+        if {name for name, _ in parts.mlp.named_children()} == MLP_PARTS:
+            gelu = is_gelu(parts.mlp.get_submodule("act_fn"))
+        gated = None
+        if gelu is not None:
+            gated = cast(GatedMLP, parts.mlp)
+        return FusedLayer(
+            parts.attention,
+            parts.mlp,
+            form,
+            gated,
+            bool(gelu),
+            **by_role(norms),
+        )
 
     def forward(
         self,
@@ -124,10 +136,10 @@ class FusedLayer:
         return added
 
     def _transform(self, read: Tensor) -> Tensor:
-        mlp = self.mlp
-        if self.gelu is not None:
-            return mlp.down_proj(gate(mlp.gate_proj(read), mlp.up_proj(read), self.gelu))
-        out = mlp(read[None])
+        gated = self.gated
+        if gated is not None:
+            return gated.down_proj(gate(gated.gate_proj(read), gated.up_proj(read), self.gelu))
+        out = self.mlp(read[None])
         if isinstance(out, tuple):  # a mixture of experts may return its router's scores, too
             out = out[0]
         return out[0]
@@ -148,7 +160,7 @@ class FusedBody:
         target: ProvenModel,
         layers: list[FusedLayer],
         norm: NormForm,
-        rotary: Rotary,
+        rotary: RotaryTables,
         halved: bool,
     ):
         self.embed = target.model.get_input_embeddings()
@@ -223,7 +235,7 @@ def _proven(target: ProvenModel) -> FusedBody | None:
         if layer is None:
             return None
         layers.append(layer)
-    rotary = Rotary(parts["rotary_emb"])
+    rotary = RotaryTables(parts["rotary_emb"])
     proofs = proof_rows(target)
     expected = [record(target, ids, positions, rotary) for ids, positions in proofs]
     if len(rotary.of_layer) != target.num_layers:
@@ -260,7 +272,7 @@ def _reproduced(
         added = layer.forward(index, given, read, at, CausalRows(PROOF_TOKENS))
         agree = _agree(given + added, states[:, index + 1], states[:, index])
         # Rounding may send a token to other experts.
-        share = 1.0 if layer.gelu is not None or first.dtype == torch.float32 else 0.5
+        share = 1.0 if layer.gated is not None or first.dtype == torch.float32 else 0.5
         if agree.float().mean() < share:
             return False
     last = want.last_hidden[0]

@@ -9,14 +9,14 @@ A model that differs in anything keeps transformers' forward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
-from drafttrain.ops.cpu_layers import DecoderLayer, Ending, LayerStack
+from drafttrain.ops.cpu_layers import AttentionModule, DecoderLayer, Ending, GatedMLP, LayerStack
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, without_grad
 from drafttrain.ops.tree_attention import CpuPlan
@@ -38,7 +38,6 @@ MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 PROOF_TOKENS = 12
 _KNOWN_POSITIONS = 1 << 14  # rotary tables of more positions are not kept
 
-T = TypeVar("T")
 Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [rows, rotary_dim]
 
 
@@ -52,7 +51,7 @@ class NativeBody:
         self,
         target: ProvenModel,
         layers: list[DecoderLayer],
-        rotary: Rotary,
+        rotary: RotaryTables,
     ):
         self.body = target.body
         self.layers = layers
@@ -71,7 +70,7 @@ class NativeBody:
             return None
         if not {"rotary_emb", "norm"} <= parts.keys():
             return None
-        rotary = Rotary(parts["rotary_emb"])
+        rotary = RotaryTables(parts["rotary_emb"])
         proofs = proof_rows(target)
         expected = [record(target, ids, positions, rotary) for ids, positions in proofs]
         layers: list[DecoderLayer] = []
@@ -252,7 +251,7 @@ def plain_embedding(target: Any) -> Tensor | None:
     return None
 
 
-class Rotary:
+class RotaryTables:
     """The model's rotary tables.
 
     Attributes:
@@ -340,7 +339,7 @@ def record(
     target: ProvenModel,
     ids: Tensor,
     positions: Tensor,
-    rotary: Rotary,
+    rotary: RotaryTables,
 ) -> TargetOutput:
     """The model's own forward; records the rotary module's calls and which layer reads which."""
     outputs: list[tuple[Tensor, Tensor]] = []  # tables of each call
@@ -383,18 +382,18 @@ def record(
 class LayerParts(NamedTuple):
     """A decoder layer's modules: an attention with projections, an MLP, and norms by their names."""
 
-    attention: Any
-    mlp: Any
+    attention: AttentionModule
+    mlp: nn.Module
     norms: dict[str, nn.Module]
 
     @staticmethod
     def of(layer: nn.Module) -> LayerParts | None:
         """None for a layer that has other modules, or lacks some of these."""
-        attention: Any = getattr(layer, "self_attn", None)
-        mlp: Any = getattr(layer, "mlp", None)
+        own = dict(layer.named_children())
+        attention: Any = own.get("self_attn")
+        mlp = own.get("mlp")
         if attention is None or mlp is None or not getattr(attention, "head_dim", 0):
             return None
-        own = dict(layer.named_children())
         inside = dict(attention.named_children())
         if own.keys() - _LAYER_PARTS or inside.keys() - _ATTENTION_PARTS:
             return None
@@ -404,7 +403,7 @@ class LayerParts(NamedTuple):
         return LayerParts(attention, mlp, norms)
 
 
-def by_role(norms: Mapping[str, T]) -> dict[str, T | None]:
+def by_role(norms: Mapping[str, object]) -> dict[str, Any]:
     """The norms of `LayerParts`, or what stands for them, by what they are applied to."""
     mlp_norm = norms["post_attention_layernorm"]
     attended_norm = None
@@ -426,7 +425,7 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
     parts = LayerParts.of(layer)
     if parts is None:
         return None
-    inside = dict(parts.attention.named_children())
+    inside = dict(layer.get_submodule("self_attn").named_children())
     gated = dict(parts.mlp.named_children())
     if gated.keys() - MLP_PARTS or "act_fn" not in gated:
         return None
@@ -460,15 +459,14 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
     gelu = is_gelu(gated["act_fn"])
     if gelu is None:
         return None
-    factors: dict[str, Any] = by_role(factor)
     try:
         return DecoderLayer(
             parts.attention,
-            parts.mlp,
+            cast(GatedMLP, parts.mlp),
             rotary_dim,
             eps.pop(),
             gelu,
-            **factors,
+            **by_role(factor),
         )
     except ValueError:  # modules of these names with other shapes
         return None

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from drafttrain.ops import divergence_kernels, tree_attention_kernels
+from drafttrain.ops import divergence_kernels, layer_kernels, tree_attention_kernels
 from drafttrain.ops.tree_attention_triton import _power_of_two, choose_geometry
 from tests.files import load_json
 
@@ -131,6 +131,25 @@ def builds(architecture: int, widths: tuple[int, ...] = WIDTHS) -> Iterator[Buil
         kinds = {"addresses": "*i64", "moves": "*i64", "like": "*" + half}
         yield Build(tree_attention_kernels.move_paths, half, width, kinds, moved, {})
     for dtype in types_for(architecture):
+        # A state of 4096 numbers, heads of each width, and a gated activation.
+        pointers = dict.fromkeys(("state", "delta", "weight", "out"), "*" + dtype)
+        sizes = {"WIDTH": 4096, "PADDED": 4096, "ADDS": True}
+        kinds = {"plus": "fp32", "eps": "fp32", **pointers}
+        yield Build(layer_kernels.add_norm, dtype, 0, kinds, sizes, {"num_warps": 8})
+        pointers = dict.fromkeys(("heads", "cosine", "sine", "weight", "out"), "*" + dtype)
+        kinds = {"plus": "fp32", "eps": "fp32", **pointers}
+        for width in widths:
+            sizes = {
+                "COUNT": KV_HEADS * GROUP,
+                "WIDTH": width,
+                "PADDED": _power_of_two(width),
+                "ROTARY": width,
+                "NORM": True,
+            }
+            yield Build(layer_kernels.rotate_head, dtype, width, kinds, sizes, {"num_warps": 1})
+        kinds = dict.fromkeys(("gate", "up", "out"), "*" + dtype)
+        sizes = {"GELU": True, "BLOCK": 1024}
+        yield Build(layer_kernels.gate_up, dtype, 0, kinds, sizes, {})
         for chosen in (
             {"KL", "GRAD", "MEASURE"},
             set(LOSSES),

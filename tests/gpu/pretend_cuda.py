@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from drafttrain.losses import divergence
-from drafttrain.ops import flex_spans, fused, tree_attention_triton
+from drafttrain.ops import flex_spans, layer_ops, tree_attention_triton
 from tests.gpu.pretend import PretendGpu, PretendTensor, place, plain, without_pretending
 
 
@@ -242,7 +242,7 @@ def _install_triton(gpu: PretendGpu, patches: pytest.MonkeyPatch) -> None:
     if not gpu.interpret:
         patches.setattr(tree_attention_triton, "_launch", _attend_by_reference(gpu))
         patches.setattr(divergence, "has_kernel", lambda hidden: False)
-        patches.setattr(fused, "has_kernels", lambda x: False)
+        patches.setattr(layer_ops, "has_kernels", lambda x: False)
 
 
 def check_launch(gpu: PretendGpu, kernel: str, tensors: list[Tensor]) -> None:

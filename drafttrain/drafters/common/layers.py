@@ -19,7 +19,7 @@ from drafttrain.batch import Attend, Part
 from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json, value_of
 from drafttrain.ops.cpu_layers import DecoderLayer
-from drafttrain.ops.fused import has_kernels, rotate_heads
+from drafttrain.ops.layer_ops import has_kernels, rotate_heads
 from drafttrain.ops.packing import SKINNY_ROWS
 
 LayerShape = LayerConfig | BlockConfig

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from drafttrain.drafters.common.layers import rotate
-from drafttrain.ops import fused
-from drafttrain.ops.fused import NormForm, add_norm, gate, rotate_heads
+from drafttrain.ops import layer_ops
+from drafttrain.ops.layer_ops import NormForm, add_norm, gate, rotate_heads
 from drafttrain.target.proof import relative_error
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -22,7 +22,7 @@ def place(request, monkeypatch):
     if request.param == "reference":
         return "cpu"
     pytest.importorskip("triton", reason="triton has no build for this platform")
-    monkeypatch.setattr(fused, "has_kernels", lambda x: True)
+    monkeypatch.setattr(layer_ops, "has_kernels", lambda x: True)
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -108,4 +108,4 @@ def test_a_norm_is_known_by_what_it_computes():
         assert form is not None and form.plus == plus and form.weight is norm.weight
     assert NormForm.of(ShiftedRMSNorm(32, eps=1e-6)) is None
     assert NormForm.of(nn.LayerNorm(32)) is None
-    assert not fused.has_kernels(torch.zeros(1))
+    assert not layer_ops.has_kernels(torch.zeros(1))

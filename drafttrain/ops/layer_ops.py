@@ -80,7 +80,7 @@ def add_norm(state: Tensor, delta: Tensor | None, norm: NormForm) -> Tensor:
         if delta is not None:
             state.add_(delta)
         return norm.apply(state)
-    from drafttrain.ops.fused_kernels import add_norm as kernel
+    from drafttrain.ops.layer_kernels import add_norm as kernel
 
     rows, width = state.shape
     out = torch.empty_like(state)
@@ -119,7 +119,7 @@ def rotate_heads(x: Tensor, tables: Tables, norm: NormForm | None = None) -> Ten
         left, right = turned.chunk(2, dim=-1)
         turned = turned * cosine[:, None].float() + torch.cat((-right, left), -1) * sine[:, None]
         return torch.cat((turned, wide[..., rotary:]), dim=-1).to(x.dtype)
-    from drafttrain.ops.fused_kernels import rotate_head
+    from drafttrain.ops.layer_kernels import rotate_head
 
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -149,7 +149,7 @@ def gate(gated: Tensor, up: Tensor, gelu: bool) -> Tensor:
         wide = gated.float()
         activated = F.gelu(wide, approximate="tanh") if gelu else F.silu(wide)
         return (activated * up.float()).to(gated.dtype)
-    from drafttrain.ops.fused_kernels import gate_up
+    from drafttrain.ops.layer_kernels import gate_up
 
     gated = gated.contiguous()
     out = torch.empty_like(gated)
