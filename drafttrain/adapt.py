@@ -30,11 +30,12 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from drafttrain.data.answer_log import LogReader, Place, read_answer
-from drafttrain.data.loader import cut_row
+from drafttrain.data.loader import count_tokens, cut_row, keep_frequent
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -72,6 +73,7 @@ _JUDGES = 32  # newest held-out answers that judge a round
 # tree and tokens per answer of a replay
 _SPEC = TreeSpec.parse("chain:4")
 _REPLAYED = 128
+_RECURS = 3  # occurrences after which a token joins the drafter's vocabulary
 _STAGE_ROWS = 64  # answers of a stage
 _RECORDED = 50  # rounds and unusable lines in the state
 _FIX = "delete the file to begin again"
@@ -424,6 +426,7 @@ class Adapter:
         new = [it for it in self.answers if _is_new(it)][-self.args.every :]
         earlier = self._earlier(len(new))
         rows = [_row_of(it) for it in new]
+        words = self._renew_words()
         # Time for judging is kept back.
         steps, tokens = self._train(rows + earlier, began + budget - state.judging)
         if not steps:  # waits for more of the allowance
@@ -450,6 +453,7 @@ class Adapter:
             "answers": state.read,
             "new": len(new),
             "earlier": len(earlier),
+            "words": words,
             "steps": steps,
             "tokens": tokens,
             "judges": len(judges),
@@ -579,10 +583,29 @@ class Adapter:
             rows.append(_row_of(it))
         return rows
 
+    def _renew_words(self) -> int:
+        """Gives the drafter the tokens that answers hold now, if its head allows that; returns how
+        many are new to it.
+        """
+        known = self.drafter.kept_ids.cpu()
+        rows = [_row_of(it) for it in self.answers if not it["held"]]
+        counts = count_tokens(rows + self.earlier, self.target.vocab_size)
+        # A token that occurs once or twice may not come again.
+        counts[counts < _RECURS] = 0
+        # Of tokens that occur equally often, those that it has already stay.
+        counts *= 2
+        counts[known] += 1
+        words = keep_frequent(counts, len(known), self.target.eos_ids)
+        new = int((~torch.isin(words, known)).sum())
+        if not new or not self.drafter.take_words(self.target, words):
+            return 0
+        return new
+
     def _train(self, rows: list[Json], until: float) -> tuple[int, int]:
         """Trains on rows until `until` seconds are spent in all; returns steps and tokens."""
         if self.training is None:
             self.training = ContinuedTraining(self.drafter, self.args.learning_rate)
+        self.source.read_words(self.drafter.kept_ids)
         start = self.state.spent
 
         def spent() -> float:
@@ -654,8 +677,11 @@ def compared(before: Sequence[list[int]], after: Sequence[list[int]]) -> tuple[R
 def show(record: Json, share: float) -> None:
     """A round as a line."""
     low, high = record["interval"]
+    words = ""
+    if record["words"]:
+        words = f"{record['words']} words exchanged, "
     print(
-        f"round {record['round']}: {record['new']} new and {record['earlier']} earlier answers, {record['tokens']} tokens in "
+        f"round {record['round']}: {record['new']} new and {record['earlier']} earlier answers, {words}{record['tokens']} tokens in "
         f"{record['steps']} steps, {record['seconds']:.1f} s; {record['judges']} held-out answers: accepted length "
         f"{record['before']:.2f} -> {record['after']:.2f} (x{record['ratio']:.3f}, 95 % interval {low:.3f} to {high:.3f}), "
         f"{record['verdict']}: {record['version']} serves; cost so far {100 * record['cost']:.2f} % of {100 * share:g} %",

@@ -18,6 +18,7 @@ from drafttrain import adapt
 from drafttrain.cli import main
 from drafttrain.data.answer_log import AnswerLog
 from drafttrain.drafters.latest import LatestDrafter
+from drafttrain.drafters.registry import load_trained
 from drafttrain.drafters.shipping import find_drafter
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import export
@@ -138,6 +139,41 @@ def test_a_better_version_serves_and_text_stays(
     assert passes[1] < passes[0]  # answers that it has trained on
     again = once(served, output, capsys)
     assert again["rounds"] == [] and again["read"] == 24 and again["fresh"] == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_head_takes_the_words_that_answers_hold_now(
+    served,
+    tmp_path,
+    capsys,
+    plenty,
+    monkeypatch,
+    frozen,
+):
+    target = make_target()
+    counts = torch.zeros(target.vocab_size, dtype=torch.long)
+    for row in load_jsonl(served / "log.jsonl"):
+        counts += torch.bincount(torch.tensor(row["token_ids"]), minlength=len(counts))
+    rare = counts.argsort(stable=True)[:20].sort().values  # none of the words that the log repeats
+    drafter = make_drafter(target, rare, ttt_steps=2, train_head=not frozen)
+    drafter.save_pretrained(tmp_path / "drafter")
+    for verdict in ((0.8, 0.9), (1.1, 1.2)):  # worse, then better: the words come back and go again
+        verdicts(monkeypatch, verdict)
+        output = tmp_path / str(verdict[0])
+        (record,) = once(served, output, capsys, f"--drafter={tmp_path / 'drafter'}", "--passes=1")[
+            "rounds"
+        ]
+        assert (record["words"] > 0) == frozen and record["steps"] > 0
+        current = load_trained(str(output / "current"))
+        if verdict[1] < 1 or not frozen:
+            assert current.kept_ids.equal(rare)
+            continue
+        kept = current.kept_ids
+        assert len(kept) == 20 and not kept.equal(rare)
+        assert counts[kept].sum() > counts[rare].sum()
+        rows = target.head_weight[kept]
+        torch.testing.assert_close(current.lm_head.weight.detach(), rows.float())
 
 
 @pytest.mark.thorough

@@ -125,6 +125,14 @@ class TargetSource(BatchSource):
             self.hits = {"memory": 0, origin.name: 0, "online": 0}
         self.ahead = self._new_ahead()
 
+    def read_words(self, kept_ids: Tensor) -> None:
+        """Gives the distributions of another drafter's vocabulary [d] from now on."""
+        if kept_ids.to(self.head.kept_ids.device).equal(self.head.kept_ids):
+            return
+        self.head = DraftedHead(self.target, kept_ids, self.head.temperatures)
+        for states in self.kept.held.values():
+            states.statistics.clear()  # they name tokens by their place in the vocabulary
+
     def _new_ahead(self) -> Ahead | None:
         if self.origin is None or not self.origin.reads:
             return None

@@ -26,6 +26,22 @@ def test_rows_know_the_token_that_follows_in_the_data(target):
     assert (rows.sampled < 0).any() and (rows.sampled >= 0).any()
 
 
+def test_another_vocabulary_is_read_from_kept_states(target):
+    batch = make_batch((17, 11))
+    batch.index[:] = torch.arange(2)
+    source = TargetSource(target, (1,), KEPT, limit_bytes=1e6)
+    _, before, _ = source(batch)
+    assert before.argmax.max() < len(KEPT)
+    other = torch.arange(1, 300, 3)
+    source.read_words(other)
+    _, rows, row_of = source(batch)
+    assert source.hits["memory"] == 2
+    _, want, _ = TargetSource(target, (1,), other, limit_bytes=1e6)(batch)
+    for name in ("argmax", "sampled"):
+        assert getattr(rows, name).equal(getattr(want, name))
+    assert rows.logits(slice(None)).shape == (int((row_of >= 0).sum()), len(other))
+
+
 def test_rows_know_the_full_denominator_at_each_temperature(target):
     batch = make_batch((17, 11))
     _, rows, row_of = TargetSource(target, (1,), KEPT, temperatures=(0.6, 2.0))(batch)

@@ -145,6 +145,13 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         self.kept_ids.copy_(kept_ids)
         return self.copy_from(target)
 
+    def take_words(self, target: Target, kept_ids: Tensor) -> bool:
+        """Exchanges the vocabulary [d], where that loses nothing: the head is the target's rows.
+
+        Returns whether it did. A drafter with a head of its own keeps its vocabulary.
+        """
+        return False
+
     def copy_from(self, target: Target) -> list[str]:
         """Copies what fits from the target, after `kept_ids` is set; returns the copied names."""
         return []

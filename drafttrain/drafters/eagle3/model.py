@@ -192,6 +192,15 @@ class Eagle3(LayerDrafter):
             names += copied[0]
         return names
 
+    @torch.no_grad()
+    def take_words(self, target: Target, kept_ids: Tensor) -> bool:
+        if self.config.train_head or self.adapted:
+            return False
+        self.kept_ids.copy_(kept_ids)
+        self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
+        self.bind(target)
+        return True
+
     def draft_weights(self, depth: int) -> DraftWeights | None:
         config = self.config
         first = self.midlayer
