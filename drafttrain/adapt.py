@@ -43,8 +43,7 @@ from drafttrain.drafters.registry import load_trained
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import replayed_rows
-from drafttrain.evaluation.resampling import Ratio, paired_ratio
-from drafttrain.evaluation.verdicts import FEWEST
+from drafttrain.evaluation.resampling import FEWEST, lengths_ratio
 from drafttrain.files import Json, check_json, read_jsonl, replacing, violation, write_json, writing
 from drafttrain.flags import load_target
 from drafttrain.folders import PARTIAL, OutputFolder, check_folder, inputs_of
@@ -438,7 +437,7 @@ class Adapter:
         self._replay(self.drafter, "", judges)
         theirs = [it["replayed"][served.name] for it in judges]
         ours = [it["replayed"].pop("") for it in judges]
-        ratio, before, after = compared(theirs, ours)
+        ratio, before, after = lengths_ratio(theirs, ours)
         # The present round counts fully if it took longer, else only by a fifth.
         state.judging = max(0.8 * state.judging, state.spent - mark)
 
@@ -656,22 +655,6 @@ def _row_of(answer: _Answer) -> Json:
     """The training row of an answer."""
     tokens = answer["tokens"]
     return cut_row(tokens, [[answer["start"], len(tokens)]], answer["number"], len(tokens))
-
-
-def compared(before: Sequence[list[int]], after: Sequence[list[int]]) -> tuple[Ratio, float, float]:
-    """Ratio of accepted lengths, paired by answer, and both lengths. Each: [committed, passes]."""
-    # [committed of each answer, passes of each answer], from pairs.
-    amounts_before = [list(amounts) for amounts in zip(*before, strict=True)]
-    amounts_after = [list(amounts) for amounts in zip(*after, strict=True)]
-    # (committed after / passes after) / (committed before / passes before), as one quotient.
-    ratio = paired_ratio(
-        [amounts_after[0], amounts_before[1]],
-        [amounts_after[1], amounts_before[0]],
-    )
-    lengths = []
-    for committed, passes in (amounts_before, amounts_after):
-        lengths.append(round(sum(committed) / max(sum(passes), 1), 4))
-    return ratio, lengths[0], lengths[1]
 
 
 def show(record: Json, share: float) -> None:

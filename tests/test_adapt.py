@@ -21,6 +21,7 @@ from drafttrain.drafters.latest import LatestDrafter
 from drafttrain.drafters.registry import load_trained
 from drafttrain.drafters.shipping import find_drafter
 from drafttrain.errors import UserError
+from drafttrain.evaluation.resampling import Ratio, lengths_ratio
 from drafttrain.export.export_drafter import export
 from drafttrain.inference import generate
 from drafttrain.inside_vllm.head_files import ROOT, read_head
@@ -93,7 +94,7 @@ def verdicts(
 ) -> None:
     """Judges the coming rounds by these intervals."""
     left = list(ratios)
-    monkeypatch.setattr(adapt, "compared", lambda *_: (adapt.Ratio(1.0, *left.pop(0)), 1.0, 1.0))
+    monkeypatch.setattr(adapt, "lengths_ratio", lambda *_: (Ratio(1.0, *left.pop(0)), 1.0, 1.0))
 
 
 @pytest.mark.thorough
@@ -456,10 +457,10 @@ def test_a_server_needs_watch(
 
 def test_the_interval_is_paired_and_the_same_is_neither_better_nor_worse():
     before = [[20, 10 + i % 3] for i in range(20)]
-    ratio, first, second = adapt.compared(before, before)
+    ratio, first, second = lengths_ratio(before, before)
     assert ratio == (1, 1, 1) and first == second
     after = [[committed, passes - 2] for committed, passes in before]
-    ratio, first, second = adapt.compared(before, after)
+    ratio, first, second = lengths_ratio(before, after)
     assert 1 < ratio.low < ratio.value < ratio.high and second > first
 
 

@@ -102,3 +102,21 @@ def student(share: float, freedom: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
     return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def lengths_ratio(
+    before: Sequence[list[int]], after: Sequence[list[int]]
+) -> tuple[Ratio, float, float]:
+    """Ratio of accepted lengths, paired by answer, and both lengths. Each: [committed, passes]."""
+    # [committed of each answer, passes of each answer], from pairs.
+    amounts_before = [list(amounts) for amounts in zip(*before, strict=True)]
+    amounts_after = [list(amounts) for amounts in zip(*after, strict=True)]
+    # (committed after / passes after) / (committed before / passes before), as one quotient.
+    ratio = paired_ratio(
+        [amounts_after[0], amounts_before[1]],
+        [amounts_after[1], amounts_before[0]],
+    )
+    lengths = []
+    for committed, passes in (amounts_before, amounts_after):
+        lengths.append(round(sum(committed) / max(sum(passes), 1), 4))
+    return ratio, lengths[0], lengths[1]

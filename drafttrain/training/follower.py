@@ -2,11 +2,12 @@
 
     policy      moves with every step of RL; its weights are read where they are, never written
     rollouts    its last answers                        -> rows {tokens, spans}
+    judge       replay of the rollouts, which nothing has learned from, by this head and the last proven one
     train       `steps` steps of continued.py, on the policy's present states and distributions
     send        the drafter's tensors, as engines read them; or a folder for `drafttrain swap`
 
-A `Follower` keeps drafter, optimizer and the count of steps from call to call, and nothing else: no
-states, no rollouts, no hooks on the policy.
+A `Follower` keeps drafter, optimizer, the proven head and what was accepted from call to call, and
+nothing else: no states, no rollouts, no hooks on the policy.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ from torch import Tensor, nn
 
 from drafttrain.data.loader import cut_row
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import prepare
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter
 from drafttrain.errors import UserError
+from drafttrain.evaluation.held_out import replayed_rows
+from drafttrain.evaluation.resampling import FEWEST, Ratio, lengths_ratio
 from drafttrain.files import Json, reading, scratch_folder, writing
 from drafttrain.formats.weights import read_weights
+from drafttrain.states.source import TargetSource
 from drafttrain.target import Target, load_shell
 from drafttrain.target.borrowed import borrowed
 from drafttrain.target.target import Tokenizer
@@ -38,9 +44,12 @@ from drafttrain.training.continued import (
     continued,
     source_of,
 )
-from drafttrain.values import Count, check
+from drafttrain.values import Count, Size, check
 
 STATE = "follower.pt"
+_SPEC = TreeSpec.parse("chain:4")
+_REPLAYED = 128  # tokens of an answer
+_JUDGED = 96  # answers, the newest
 
 # Token ids of prompt and answer, and the prompt's length; or both as text.
 Rollout = tuple[Sequence[int], int] | tuple[str, str]
@@ -51,12 +60,17 @@ class Followed(NamedTuple):
 
     Attributes:
         steps, tokens: that were trained on. loss: mean per step, by step.
+        verdict: on the head before this call: better than the proven one, and now the proven one; worse,
+            and the proven one trains on in its place; undecided.
+        ratio: of their accepted lengths, with its interval; None before enough answers were judged.
         tensors: the drafter, by the names and with the shapes of its export; on the CPU.
     """
 
     steps: int
     tokens: int
     loss: list[float]
+    verdict: Literal["better", "worse", "undecided"]
+    ratio: Ratio | None
     tensors: dict[str, Tensor]
 
 
@@ -72,6 +86,7 @@ class Follower:
         target_url: of each `drafttrain serve-target` of the policy; they compute its states then.
         steps: of a call. step_tokens: padded tokens of a step.
         rate: learning rate. A head's first training has more tokens in a step, and a higher rate.
+        judges: rollouts of a call that judge the head before it learns from them; 0 judges never.
         max_length: tokens that are read of a rollout.
         format: of the tensors that are sent, as of `drafttrain export`; '' for the drafter's own.
         dtype: of the tensors that are sent.
@@ -89,6 +104,7 @@ class Follower:
     steps: int = 16
     step_tokens: int = STEP_TOKENS
     rate: float = 2e-5
+    judges: int = 8
     max_length: int = 2048
     format: str = "vllm"
     dtype: torch.dtype = torch.bfloat16
@@ -97,6 +113,7 @@ class Follower:
     def __post_init__(self) -> None:
         for name in ("steps", "step_tokens", "max_length"):
             check(name, getattr(self, name), Count)
+        check("judges", self.judges, Size)
         self.taken = 0  # steps of all calls
         # What cannot be sent is refused before anything is trained.
         check("format", self.format, Literal["", "vllm", "sglang"])
@@ -105,6 +122,10 @@ class Follower:
         with self._target() as target:
             self.head = continued(target, self.drafter)
         self.training = ContinuedTraining(self.head, self.rate)
+        self._proven = _copied(self.head)
+        # By judged answer: tokens that were committed, and in how many passes.
+        self._proven_counts: list[list[int]] = []
+        self._counts: list[list[int]] = []
         state = Path(self.drafter) / STATE
         if state.is_file():
             self._restore(state)
@@ -138,7 +159,8 @@ class Follower:
             # A resumed follower draws what an uninterrupted one would.
             torch.manual_seed(chance.getrandbits(32))
             self.head.bind(target)  # the target may be another object than before
-            batches = batches_of(self._rows(rollouts, target), self.step_tokens)
+            rows = self._rows(rollouts, target)
+            batches = batches_of(rows, self.step_tokens)
             # Passes over all batches, cut to the steps; with more batches than steps, a sample.
             order: list[list[Json]] = []
             while len(order) < self.steps:
@@ -146,6 +168,8 @@ class Follower:
             order = order[: self.steps]
             # States of the policy as it is now: none is kept for the next call.
             with contextlib.closing(source_of(target, self.head, self.target_url)) as source:
+                judges = chance.sample(rows, min(self.judges, len(rows)))
+                verdict, ratio = self._judge(judges, source)
                 steps = self.training.train(order, source)
         self.head.eval()
         self.taken += len(steps)
@@ -153,8 +177,45 @@ class Follower:
             steps=len(steps),
             tokens=sum(row["length"] for batch in order for row in batch),
             loss=[float(step.losses[0]) for step in steps],
+            verdict=verdict,
+            ratio=ratio,
             tensors=self.tensors(),
         )
+
+    def _judge(
+        self,
+        rows: list[Json],
+        source: TargetSource,
+    ) -> tuple[Literal["better", "worse", "undecided"], Ratio | None]:
+        """Compares the head with the last proven one, and takes the better of them; see `Followed`."""
+        if not rows or not self.taken:
+            return "undecided", None
+        self._counts += self._replay(rows, source)
+        present = _copied(self.head)
+        self.head.load_state_dict(self._proven)
+        self._proven_counts += self._replay(rows, source)
+        self.head.load_state_dict(present)
+        self._counts = self._counts[-_JUDGED:]
+        self._proven_counts = self._proven_counts[-_JUDGED:]
+        if len(self._counts) < FEWEST:
+            return "undecided", None
+
+        ratio, _, _ = lengths_ratio(self._proven_counts, self._counts)
+        if ratio.low <= 1 <= ratio.high:
+            return "undecided", ratio
+        self._counts = []
+        self._proven_counts = []
+        if ratio.low > 1:
+            self._proven = present
+            return "better", ratio
+        self.head.load_state_dict(self._proven)
+        self.training = ContinuedTraining(self.head, self.rate)  # its moments led to the worse head
+        return "worse", ratio
+
+    def _replay(self, rows: list[Json], source: TargetSource) -> list[list[int]]:
+        """Committed tokens and passes of each rollout, with the head as it is."""
+        made = replayed_rows(self.head.eval(), rows, source, _SPEC, _REPLAYED)  # type: ignore[arg-type]  # states, no top-k
+        return [[row.committed, row.passes] for row in made]
 
     def _rows(self, rollouts: Sequence[Rollout], target: Target) -> list[Json]:
         rows = []
@@ -211,6 +272,8 @@ class Follower:
         self.head.save_pretrained(place)
         kept: Json = {"taken": self.taken, "warm": self.training.warm}
         kept["optimizer"] = self.training.optimizer.state_dict()
+        kept["proven"] = self._proven
+        kept["counts"] = [self._proven_counts, self._counts]
         with writing(place):
             torch.save(kept, place / STATE)
         return place
@@ -221,6 +284,14 @@ class Follower:
         self.taken = kept["taken"]
         self.training.warm = kept["warm"]
         self.training.optimizer.load_state_dict(kept["optimizer"])
+        if "proven" in kept:  # older files lack it
+            self._proven = kept["proven"]
+            self._proven_counts, self._counts = kept["counts"]
+
+
+def _copied(head: TrainableDrafter) -> dict[str, Tensor]:
+    """The head's weights, which training leaves as they are."""
+    return {name: value.clone() for name, value in head.state_dict().items()}
 
 
 def follow(

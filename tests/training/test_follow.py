@@ -76,6 +76,39 @@ def test_a_followed_head_improves_and_the_policy_is_untouched(head_folder):
     assert passes(policy, follower) < 0.8 * stale
 
 
+def test_a_head_is_judged_before_it_learns_and_a_worse_one_goes_back(head_folder):
+    policy = moved()
+    rollouts = rollouts_of(policy)
+    follower = Follower(str(head_folder), policy, make_tokenizer(), steps=40, rate=3e-3, judges=12)
+    first = follower.follow(rollouts)
+    assert (first.verdict, first.ratio) == ("undecided", None)  # the head that it began with
+    second = follower.follow(rollouts)
+    assert second.verdict == "better" and second.ratio.low > 1
+    proven = {name: value.clone() for name, value in follower._proven.items()}
+
+    with torch.no_grad():
+        for weight in follower.head.midlayer.parameters():
+            weight.copy_(torch.randn_like(weight))
+    moments = follower.training.optimizer
+    follower.steps = 1
+    follower.training.rate = 0.0
+    follower.rate = 0.0
+    third = follower.follow(rollouts)
+    assert third.verdict == "worse" and third.ratio.high < 1
+    assert follower.training.optimizer is not moments
+    now = follower.head.state_dict()
+    assert all(torch.equal(now[name], proven[name]) for name in proven)
+    assert follower.follow(rollouts).verdict == "undecided"  # the same head on both sides
+
+
+def test_judges_can_be_left_out(head_folder):
+    policy = moved()
+    follower = Follower(str(head_folder), policy, make_tokenizer(), steps=1, judges=0)
+    rollouts = rollouts_of(policy)[:4]
+    for _ in range(2):
+        assert follower.follow(rollouts).ratio is None
+
+
 def test_the_tensors_are_those_of_the_export(head_folder, tmp_path):
     policy = moved()
     follower = Follower(str(head_folder), policy, make_tokenizer(), steps=2)
