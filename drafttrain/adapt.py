@@ -664,9 +664,10 @@ def show(record: Json, share: float) -> None:
     if record["words"]:
         words = f"{record['words']} words exchanged, "
     print(
-        f"round {record['round']}: {record['new']} new and {record['earlier']} earlier answers, {words}{record['tokens']} tokens in "
-        f"{record['steps']} steps, {record['seconds']:.1f} s; {record['judges']} held-out answers: accepted length "
-        f"{record['before']:.2f} -> {record['after']:.2f} (x{record['ratio']:.3f}, 95 % interval {low:.3f} to {high:.3f}), "
+        f"round {record['round']}: {record['new']} new and {record['earlier']} earlier answers, "
+        f"{words}{record['tokens']} tokens in {record['steps']} steps, {record['seconds']:.1f} s; "
+        f"{record['judges']} held-out answers: accepted length {record['before']:.2f} -> {record['after']:.2f} "
+        f"(x{record['ratio']:.3f}, 95 % interval {low:.3f} to {high:.3f}), "
         f"{record['verdict']}: {record['version']} serves; cost so far {100 * record['cost']:.2f} % of {100 * share:g} %",
         flush=True,
     )
