@@ -72,7 +72,6 @@ _JUDGES = 32  # newest held-out answers that judge a round
 # tree and tokens per answer of a replay
 _SPEC = TreeSpec.parse("chain:4")
 _REPLAYED = 128
-_RECURS = 3  # occurrences after which a token joins the drafter's vocabulary
 _STAGE_ROWS = 64  # answers of a stage
 _RECORDED = 50  # rounds and unusable lines in the state
 _FIX = "delete the file to begin again"
@@ -589,8 +588,6 @@ class Adapter:
         known = self.drafter.kept_ids.cpu()
         rows = [_row_of(it) for it in self.answers if not it["held"]]
         counts = count_tokens(rows + self.earlier, self.target.vocab_size)
-        # A token that occurs once or twice may not come again.
-        counts[counts < _RECURS] = 0
         # Of tokens that occur equally often, those that it has already stay.
         counts *= 2
         counts[known] += 1

@@ -32,11 +32,10 @@ def run(args: argparse.Namespace) -> int:
 def convert(args: argparse.Namespace, output: OutputFolder) -> int:
     """Reads the checkpoint, checks it, and writes the drafter."""
     folder = checkpoint_folder(args.checkpoint, args.allow_pickle)
-    adapts = is_adapter(folder)
-    if not adapts:
-        kind = find_kind(folder)
+    # Before the target loads: a folder may be no drafter at all.
+    kind = None if is_adapter(folder) else find_kind(folder)
     target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
-    if adapts:
+    if kind is None:
         drafter = adapted(folder, target)
         kind = shipping(drafter.kind)
     else:
