@@ -66,8 +66,8 @@ class NormForm:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether the kernels serve this tensor: on a GPU, not float64, Triton works there."""
-    return x.is_cuda and x.dtype != torch.float64 and has_triton()
+    """Whether the kernels serve this tensor: on a GPU, not float64, not empty, Triton works there."""
+    return x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and has_triton()
 
 
 def add_norm(state: Tensor, delta: Tensor | None, norm: NormForm) -> Tensor:

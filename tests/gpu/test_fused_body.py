@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.inference import Decoder
+from drafttrain.ops.layer_ops import NormForm, add_norm, rotate_heads
 from drafttrain.target import Target
 from drafttrain.target.attention import CausalRows
 from drafttrain.target.fused_body import FusedBody
@@ -109,6 +110,14 @@ def test_features_of_all_layers_are_the_models_own(any_gpu):
     got = target.forward(ids, layers, ids, CausalRows(7))
     torch.testing.assert_close(got.features.cpu(), want.features.cpu())
     torch.testing.assert_close(got.last_hidden.cpu(), want.last_hidden.cpu())
+
+
+@pytest.mark.any_gpu
+def test_no_tokens_are_no_launch(any_gpu):
+    empty = torch.zeros(0, 2, 16, device="cuda")
+    assert rotate_heads(empty, (empty[:, 0], empty[:, 0])).shape == empty.shape
+    norm = NormForm(torch.ones(16, device="cuda"), 1e-6, 0.0)
+    assert add_norm(empty[:, 0], empty[:, 0], norm).shape == (0, 16)
 
 
 @pytest.mark.any_gpu
