@@ -203,7 +203,7 @@ def test_candidates_fit_their_drafter(target):
     assert {"chain:3@stop=0.3", "dynamic:3,8,15"} <= every["eagle3"]
     assert not any("match" in tree for tree in every["eagle3"])
     assert {
-        "dynamic:3,8,15@nomatch",
+        "chain:2@nomatch",
         "dynamic:3,8,15@alone=0.5@match=15",
         "chain:2@match=31",
     } <= every["eagle3+ngram"]
@@ -326,6 +326,26 @@ def test_finalists_differ_in_what_they_accept():
     ranking += [made("chain:2", 94, 1.8), made("chain:1", 80, 1.5)]
     search = tuning.Search([], MODEL, ranking)
     assert list(map(str, search.finalists())) == ["chain:3", "dynamic:3,4,8", "chain:2"]
+
+
+def test_trees_without_matches_are_for_engines_alone():
+    """Calibration texts are short; longer ones repeat more."""
+
+    def made(tree, rate):
+        return tuning.Prediction(TreeSpec.parse(tree), rate, rate / 50, 100 / rate)
+
+    ranking = [
+        made("chain:4@nomatch", 120),
+        made("dynamic:3,4,8", 100),
+        made("chain:3@nomatch", 90),
+    ]
+    search = tuning.Search([], MODEL, [*ranking, made("none", 50)])
+    assert str(search.best.spec) == "dynamic:3,4,8"
+    assert list(map(str, search.finalists())) == ["dynamic:3,4,8"]
+    assert str(search.chain.spec) == "chain:4@nomatch"
+    assert [row["tree"] for row in search.table()] == ["dynamic:3,4,8", "none"]
+    trees = tuning.candidates(CombinedDrafter(make_drafter(make_target()), NgramDrafter()), MODEL)
+    assert {tree.shape for tree in trees if not tree.matches} == {"chain"}
 
 
 def test_of_equal_predictions_the_simpler_tree_comes_first(monkeypatch, target):
