@@ -84,6 +84,8 @@ def answer(args: argparse.Namespace, name: str, texts: list[str], features: str)
 class Unlimited(adapt.Adapter):
     """An adapter that may spend what it needs. began: its CPU time does not count before."""
 
+    cost = 0.0  # of no allowance
+
     began = 0.0
 
     def account(self, work: bool = True) -> None:

@@ -17,7 +17,7 @@ from drafttrain.command import (
     take_drafter,
 )
 from drafttrain.formats.engines import FORMATS, GGUF_TYPES
-from drafttrain.values import Depth, File, FileDtype, Name, OneOf, Place
+from drafttrain.values import Depth, ExportDtype, File, Name, OneOf, Place
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def export(
     output: Place | Path | None = None,
     *,
     engine_version: Name = "",
-    dtype: FileDtype = "bfloat16",
+    dtype: ExportDtype = "bfloat16",
     target: Model | None = None,
     target_gguf: Annotated[str, OneOf(GGUF_TYPES)] | None = None,
     speculative_tokens: Depth | None = None,
@@ -71,7 +71,8 @@ def export(
         engine_version: release of the engine that is to load it (default: vllm: vLLM 0.32.0,
             sglang: SGLang 0.5.23, transformers: transformers 5.23, gguf: llama.cpp 11549,
             speculators: speculators 0.9.0)
-        dtype: type of the weights
+        dtype: type of the weights; float8 rounds the layers of an eagle3 head for vLLM, the other
+            weights are bfloat16
         target: name of the target in recipes; has the tokenizer (default: the recorded one)
         target_gguf: with --format gguf: also write the target, as target.gguf of this type
         speculative_tokens: tokens drafted per round (default: the depth in decoding.json, else 3)

@@ -30,6 +30,7 @@ from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, check_json
 from drafttrain.formats.engines import SEEING_TARGETS, EngineRelease, engine_of
+from drafttrain.formats.float8 import is_float8, round_layers, to_float8, widened
 from drafttrain.formats.weights import (
     Shapes,
     architectures_in,
@@ -121,6 +122,7 @@ class ExportRequest(NamedTuple):
     target: str = ""  # the target's name, empty if unknown; for keys that name it
     depth: int = 3  # speculative tokens per round, where a format records them
     source: str = ""  # where the target's config, tokenizer and weights are; `target` unless given
+    float8: bool = False  # layers in float8, the other weights as `dtype` says
 
     @property
     def target_files(self) -> str:
@@ -293,6 +295,8 @@ class Shipping(Generic[D]):
         drafter = self.load(trained)
         config = self.engine_config(drafter, form, request)
         weights = self.engine_weights(drafter, config)
+        if request.float8:
+            config, weights = to_float8(config, weights)
         return write_checkpoint(request.output, config, weights, request.dtype)
 
     def engine_config(self, drafter: D, form: str, request: ExportRequest) -> Json:
@@ -366,7 +370,7 @@ class Shipping(Generic[D]):
 
     def exported_weights(self, exported: Path) -> dict[str, Tensor]:
         """Every tensor of an export, also from files that only some kinds have."""
-        return read_weights(exported)
+        return widened(read_weights(exported))
 
     def drafter_from(self, original: D, export: Exported) -> D:
         """A drafter with the shapes and flags of an export, as an engine reads its keys.
@@ -429,6 +433,8 @@ class Shipping(Generic[D]):
         config = read_config(exported)
         export = Exported(where, config, self.exported_weights(exported))
         original = self.load(trained)
+        if is_float8(config):
+            round_layers(original)
         try:
             back = self.drafter_from(original, export)
             dtype = check_weights(export.weights, self.engine_shapes(back, config), config, where)

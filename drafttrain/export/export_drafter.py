@@ -32,6 +32,7 @@ from drafttrain.export.serving_recipes import (
 from drafttrain.files import hub_snapshot, is_hub_id, write_json
 from drafttrain.folders import OutputFolder, beside, check_folder, inputs_of
 from drafttrain.formats.engines import MROPE_NOTE
+from drafttrain.formats.float8 import FLOAT8, KINDS
 from drafttrain.formats.public_names import public_name
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.inside_vllm.swap_worker import METHODS
@@ -85,7 +86,9 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
         # A drafter from elsewhere may not record its target.
         if not trained.target:
             trained = _beside(trained, target)
-    dtype = resolve_dtype(args.dtype)
+    dtype = FLOAT8
+    if args.dtype != "float8":
+        dtype = resolve_dtype(args.dtype)
     files = export(trained, args.format, output, dtype, target, depth, args.engine_version)
     if args.target_gguf:
         files.append(write_target(target, output / TARGET_GGUF, args.target_gguf))
@@ -247,7 +250,15 @@ def export(
         UserError: the format does not support the drafter, or the output cannot be written.
     """
     kind = check_expressible(trained, form, release)
+    if dtype == FLOAT8 and (form != "vllm" or trained.kind not in KINDS):
+        raise UserError(
+            f"dtype='float8' goes with --format vllm and kinds {', '.join(KINDS)}, which were tried; this is "
+            f"{trained.kind} as {form}: use bfloat16"
+        )
     inputs = [("drafter", str(trained.folder)), ("target", target)]
     with OutputFolder(output, "export", inputs) as folder, folder.staged() as part:
-        files = kind.write(trained, form, ExportRequest(part, dtype, target, depth))
+        request = ExportRequest(part, dtype, target, depth)
+        if dtype == FLOAT8:
+            request = request._replace(dtype=torch.bfloat16, float8=True)
+        files = kind.write(trained, form, request)
         return [folder.path / file.relative_to(part) for file in files]

@@ -225,7 +225,7 @@ def write_checkpoint(
     weights: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> list[Path]:
-    """Writes config.json and model.safetensors; floating-point tensors get `dtype`.
+    """Writes config.json and model.safetensors; floating-point tensors but float8 get `dtype`.
 
     Returns:
         Both files.
@@ -236,7 +236,7 @@ def write_checkpoint(
     tensors = {}
     for name, tensor in weights.items():
         values = tensor.detach().to("cpu")
-        if values.is_floating_point():
+        if values.is_floating_point() and values.itemsize > 1:  # float8 stays
             values = values.to(dtype)
         tensors[name] = values.contiguous().clone()  # safetensors takes no shared memory
     described = folder / "config.json"
