@@ -44,8 +44,16 @@ def test_every_form_gives_the_tokens_that_the_target_saw(shell):
     assert tokenizer.decode(chat.tokens[chat.start :]).startswith("hello to you")
     reply = {"choices": [{"message": SAID, "finish_reason": "stop"}], "usage": {}}
     assert read({"request": {"messages": ASKED}, "response": reply}, shell).tokens == chat.tokens
-    assert read({"request": {"messages": ASKED}, "response": {"choices": [{"message": SAID, "finish_reason": "length"}]}}, shell
-                ).tokens == chat.tokens[:-1]  # fmt: skip
+    assert (
+        read(
+            {
+                "request": {"messages": ASKED},
+                "response": {"choices": [{"message": SAID, "finish_reason": "length"}]},
+            },
+            shell,
+        ).tokens
+        == chat.tokens[:-1]
+    )
     said = tokenizer.encode("hello to you", add_special_tokens=False)
     exact = {"prompt_token_ids": prompt, "choices": [{"message": SAID, "token_ids": said}]}
     found = read({"request": {"messages": ASKED}, "response": exact}, shell)
@@ -92,8 +100,14 @@ def test_only_the_last_answer_counts(shell):
         ({"messages": ASKED}, "no message of role assistant"),
         ({"messages": "hi"}, "messages='hi'"),
         ({"request": {"messages": ASKED}, "response": {"choices": []}}, "choices"),
-        ({"request": {"messages": ASKED}, "response": {"choices": [{"message": "x"}]}}, "message='x'"),
-        ({"request": {"messages": ASKED}, "response": {"error": "busy"}}, "no conversation with an answer|no message of role"),
+        (
+            {"request": {"messages": ASKED}, "response": {"choices": [{"message": "x"}]}},
+            "message='x'",
+        ),
+        (
+            {"request": {"messages": ASKED}, "response": {"error": "busy"}},
+            "no conversation with an answer|no message of role",
+        ),
         ({"prompt_token_ids": [1], "token_ids": [2, 10**6]}, "token 1000000 is outside"),
         ({"prompt_token_ids": [1], "token_ids": [-2, 3]}, "token_ids"),
         ({"prompt_token_ids": [1], "token_ids": [2]}, "no two tokens|less than two tokens"),
@@ -101,7 +115,7 @@ def test_only_the_last_answer_counts(shell):
         ({"messages": [*ASKED, SAID], "accepted_length": "much"}, "accepted_length='much'"),
         ({"level": "info"}, "no conversation"),
     ],
-)  # fmt: skip
+)
 def test_other_lines_are_one_line_errors(
     row,
     message,

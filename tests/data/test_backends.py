@@ -294,8 +294,14 @@ def test_vllm_applies_what_it_can_of_the_generation_config(
     target_dir, prompts, tmp_path, vllm, capsys
 ):
     path = target_dir / "generation_config.json"
-    rules = {"repetition_penalty": 1.3, "suppress_tokens": [7], "bad_words_ids": [[8], [257]], "min_new_tokens": 5,
-             "sequence_bias": [[[9], 0.5]], "no_repeat_ngram_size": 3}  # fmt: skip
+    rules = {
+        "repetition_penalty": 1.3,
+        "suppress_tokens": [7],
+        "bad_words_ids": [[8], [257]],
+        "min_new_tokens": 5,
+        "sequence_bias": [[[9], 0.5]],
+        "no_repeat_ngram_size": 3,
+    }
     path.write_text(json.dumps({**load_json(path), **rules}))
     assert generate(target_dir, prompts, tmp_path / "out", "--backend", "vllm") == 0
     assert (
@@ -494,8 +500,24 @@ def test_reasoning_apart_is_put_back(target_dir, tmp_path, capsys, tokenizer, fi
 
 
 def write(target_dir, output, *more: str) -> int:
-    return cli.main(["prompts", "--source", "magpie", "--target", str(target_dir), "--output", str(output), "--count", "6",
-                     "--slots", "3", "--openings", "none", *more])  # fmt: skip
+    return cli.main(
+        [
+            "prompts",
+            "--source",
+            "magpie",
+            "--target",
+            str(target_dir),
+            "--output",
+            str(output),
+            "--count",
+            "6",
+            "--slots",
+            "3",
+            "--openings",
+            "none",
+            *more,
+        ]
+    )
 
 
 @pytest.mark.thorough

@@ -288,7 +288,7 @@ ENDLESS = {
     "slices": LONG + "{% for a in s %}{% set t = s[1:] %}{% endfor %}",
     "what is compared": LONG + "{% for a in s %}{% if 'y' in s %}{% endif %}{% endfor %}",
     "what is written": LONG + "{% for a in s %}{{ s }}{% endfor %}",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)

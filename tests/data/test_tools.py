@@ -36,36 +36,66 @@ SUNNY = {"role": "tool", "content": '{"sky": "sun"}'}
     "row",
     [
         {
-            "messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [
-                {"id": "a", "type": "function", "function": {"name": "Get Weather", "arguments": '{"city": "Rome"}'}}
-            ]}, {**SUNNY, "tool_call_id": "a"}],
+            "messages": [
+                ASKED,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {
+                            "id": "a",
+                            "type": "function",
+                            "function": {"name": "Get Weather", "arguments": '{"city": "Rome"}'},
+                        }
+                    ],
+                },
+                {**SUNNY, "tool_call_id": "a"},
+            ],
             "tools": json.dumps([TOOL]),
         },
         {
-            "conversations": [{"from": "human", "value": "Rome?"},
-                              {"from": "function_call", "value": '{"name": "Get Weather", "arguments": {"city": "Rome"}}'},
-                              {"from": "observation", "value": '{"sky": "sun"}'}],
+            "conversations": [
+                {"from": "human", "value": "Rome?"},
+                {
+                    "from": "function_call",
+                    "value": '{"name": "Get Weather", "arguments": {"city": "Rome"}}',
+                },
+                {"from": "observation", "value": '{"sky": "sun"}'},
+            ],
             "tools": json.dumps([TOOL["function"]]),
         },
         {  # xLAM: no results
-            "query": "Rome?", "answers": '[{"name": "Get Weather", "arguments": {"city": "Rome"}}]',
+            "query": "Rome?",
+            "answers": '[{"name": "Get Weather", "arguments": {"city": "Rome"}}]',
             "tools": '[{"name": "Get Weather", "parameters": {"city": {"type": "str"}}}]',
         },
         {  # ToolACE
-            "system": "You may call a function of this list:\n" + json.dumps([TOOL["function"]]) + "\nAnswer [f(x=1)].",
-            "conversations": [{"from": "user", "value": "Rome?"},
-                              {"from": "assistant", "value": '[Get Weather(city="Rome")]'},
-                              {"from": "tool", "value": '{"sky": "sun"}'}],
+            "system": "You may call a function of this list:\n"
+            + json.dumps([TOOL["function"]])
+            + "\nAnswer [f(x=1)].",
+            "conversations": [
+                {"from": "user", "value": "Rome?"},
+                {"from": "assistant", "value": '[Get Weather(city="Rome")]'},
+                {"from": "tool", "value": '{"sky": "sun"}'},
+            ],
         },
         {  # Hermes
-            "conversations": [{"from": "system", "value": f"Functions: <tools>{json.dumps([TOOL])}</tools> Call them."},
-                              {"from": "human", "value": "Rome?"},
-                              {"from": "gpt", "value": "<tool_call>\n{'arguments': {'city': 'Rome'}, 'name': 'Get Weather'}\n"
-                                                       "</tool_call>"},
-                              {"from": "tool", "value": '<tool_response>\n{"sky": "sun"}\n</tool_response>'}],
+            "conversations": [
+                {
+                    "from": "system",
+                    "value": f"Functions: <tools>{json.dumps([TOOL])}</tools> Call them.",
+                },
+                {"from": "human", "value": "Rome?"},
+                {
+                    "from": "gpt",
+                    "value": "<tool_call>\n{'arguments': {'city': 'Rome'}, 'name': 'Get Weather'}\n"
+                    "</tool_call>",
+                },
+                {"from": "tool", "value": '<tool_response>\n{"sky": "sun"}\n</tool_response>'},
+            ],
         },
     ],
-)  # fmt: skip
+)
 def test_published_shapes_become_one_form(row):
     prompt = parse_row(row)
     assert prompt["tools"] == [TOOL]
@@ -80,15 +110,37 @@ def test_published_shapes_become_one_form(row):
     ("change", "message"),
     [
         ({"tools": "many"}, "line 1: tools='many': input should be a valid list"),
-        ({"tools": [{"function": {"name": ""}}]}, "line 1: tools.0.function.name='': string should have at least 1"),
-        ({"chat_template_kwargs": [1]}, "line 1: chat_template_kwargs=[1]: input should be a valid dictionary"),
-        ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "arguments: field"),
         (
-            {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+            {"tools": [{"function": {"name": ""}}]},
+            "line 1: tools.0.function.name='': string should have at least 1",
+        ),
+        (
+            {"chat_template_kwargs": [1]},
+            "line 1: chat_template_kwargs=[1]: input should be a valid dictionary",
+        ),
+        (
+            {
+                "messages": [
+                    ASKED,
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+                ]
+            },
+            "arguments: field",
+        ),
+        (
+            {
+                "messages": [
+                    ASKED,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
+                    },
+                ]
+            },
             "line 1: the arguments of a tool call are no JSON object",
         ),
     ],
-)  # fmt: skip
+)
 def test_bad_rows_are_one_line(tmp_path, change, message):
     path = tmp_path / "p.jsonl"
     dump_json(path, {"id": "a", "messages": [ASKED], **change})
@@ -246,11 +298,42 @@ def test_rows_of_the_local_engine_are_as_served(target_dir, tmp_path, capsys, bu
     (target_dir / "chat_template.jinja").write_text(template)
     rows = [[f"say {i}", "more", "again"] for i in range(3)]
     path = tmp_path / "p.jsonl"
-    write_jsonl(path, [{"id": f"c{i}", "messages": [
-        message for user in row for message in ({"role": "user", "content": user}, {"role": "assistant", "content": "x"})
-    ]} for i, row in enumerate(rows)])  # fmt: skip
-    args = ["generate", "--target", str(target_dir), "--prompts", str(path), "--output", str(tmp_path / "out"), "--dtype",
-            "float32", "--max-new-tokens", "40", "--slots", "2", "--temperature", "1.5", "--features", "1"]  # fmt: skip
+    write_jsonl(
+        path,
+        [
+            {
+                "id": f"c{i}",
+                "messages": [
+                    message
+                    for user in row
+                    for message in (
+                        {"role": "user", "content": user},
+                        {"role": "assistant", "content": "x"},
+                    )
+                ],
+            }
+            for i, row in enumerate(rows)
+        ],
+    )
+    args = [
+        "generate",
+        "--target",
+        str(target_dir),
+        "--prompts",
+        str(path),
+        "--output",
+        str(tmp_path / "out"),
+        "--dtype",
+        "float32",
+        "--max-new-tokens",
+        "40",
+        "--slots",
+        "2",
+        "--temperature",
+        "1.5",
+        "--features",
+        "1",
+    ]
     assert cli.main([*args, *budget]) == 0
     stored = {row["id"]: row for row in load_records(tmp_path / "out")}
     counts = read_meta(tmp_path / "out")["counts"]

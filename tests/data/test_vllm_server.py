@@ -82,8 +82,20 @@ def test_stored_ids_are_the_served_ids(server, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(Requests, "json", send)
     users = ["hello", "and then?", "go on \u732b"]
-    rows = [{"id": f"c{i}", "messages": [m for text in users[: 1 + i % 3] for m in (
-        {"role": "user", "content": f"{text} {i}"}, {"role": "assistant", "content": "x"})]} for i in range(9)]  # fmt: skip
+    rows = [
+        {
+            "id": f"c{i}",
+            "messages": [
+                m
+                for text in users[: 1 + i % 3]
+                for m in (
+                    {"role": "user", "content": f"{text} {i}"},
+                    {"role": "assistant", "content": "x"},
+                )
+            ],
+        }
+        for i in range(9)
+    ]
     path = tmp_path / "prompts.jsonl"
     write_jsonl(path, [*rows, {"id": "text", "text": "once"}])
     options = [

@@ -9,7 +9,18 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 EVERYTHING = {
-    "num_hidden_layers": 3, "fc_norm": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True,
-    "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh", "sliding_window": 6, "hidden_size": 48,
-    "rope_parameters": YARN, "feature_layers": (0, 1, 2, 4), "num_key_value_heads": 2, "head_dim": 8,
-}  # fmt: skip
+    "num_hidden_layers": 3,
+    "fc_norm": True,
+    "norm_output": True,
+    "norm_before_residual": True,
+    "qk_norm": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "sliding_window": 6,
+    "hidden_size": 48,
+    "rope_parameters": YARN,
+    "feature_layers": (0, 1, 2, 4),
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}

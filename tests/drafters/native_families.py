@@ -29,10 +29,19 @@ LAYERS = 4
 VOCAB = 300
 EPS = 1e-6
 COMMON = {
-    "hidden_size": H, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCAB, "intermediate_size": 48,
-    "max_position_embeddings": 4096, "rms_norm_eps": EPS, "initializer_range": 0.2, "bos_token_id": 256, "eos_token_id": 257,
-    "pad_token_id": 257, "tie_word_embeddings": False,
-}  # fmt: skip
+    "hidden_size": H,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "vocab_size": VOCAB,
+    "intermediate_size": 48,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": EPS,
+    "initializer_range": 0.2,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 257,
+    "tie_word_embeddings": False,
+}
 GATED = {
     **{
         "num_key_value_heads": 2,
@@ -135,8 +144,13 @@ def module_tensors(name):
     }
     norms = {"q_norm": e, "k_norm": e}
     if name == "deepseek-v3":
-        shapes = {"q_a_proj": (16, H), "q_b_proj": (HEADS * 16, 16), "kv_a_proj_with_mqa": (16 + 8, H),
-                  "kv_b_proj": (HEADS * (8 + 12), 16), "o_proj": (H, HEADS * 12)}  # fmt: skip
+        shapes = {
+            "q_a_proj": (16, H),
+            "q_b_proj": (HEADS * 16, 16),
+            "kv_a_proj_with_mqa": (16 + 8, H),
+            "kv_b_proj": (HEADS * (8 + 12), 16),
+            "o_proj": (H, HEADS * 12),
+        }
         norms = {"q_a_layernorm": 16, "kv_a_layernorm": 16}
     layer |= {f"self_attn.{key}.weight": random(*shape) for key, shape in shapes.items()}
     layer |= {f"self_attn.{key}.weight": random(size, around=one) for key, size in norms.items()}
@@ -147,8 +161,11 @@ def module_tensors(name):
         }
 
     def mlp(where, inner):
-        return {f"{where}.gate_proj.weight": random(inner, H), f"{where}.up_proj.weight": random(inner, H),
-                f"{where}.down_proj.weight": random(H, inner)}  # fmt: skip
+        return {
+            f"{where}.gate_proj.weight": random(inner, H),
+            f"{where}.up_proj.weight": random(inner, H),
+            f"{where}.down_proj.weight": random(H, inner),
+        }
 
     experts = family.values.get("num_experts") or family.values.get("n_routed_experts")
     if experts is None:

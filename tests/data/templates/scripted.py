@@ -247,9 +247,15 @@ class ScriptedServers(OpenAIBackend):
             return 400, {"error": f"unknown prompt: ...{self.script.unknown[-1][-300:]!r}"}
         reply = served.written.reply
         calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
             for call in reply.get("tool_calls", [])
-        ]  # fmt: skip
+        ]
         # A parser that found no reasoning says null, and '' of an empty block.
         reasoning = (
             reply["reasoning_content"]
