@@ -88,6 +88,12 @@ class Speculators:
 
         model = SpeculatorModel.from_pretrained(head["folder"]).float().eval()
         model.config.transformer_layer_config._attn_implementation = "eager"
+        if head["kind"] != "mtp":
+            from speculators.models.eagle3.core import create_float_mask
+
+            # Saved configs name no attention, and FlexAttention was chosen when the class was made.
+            model._attn_impl = "eager"
+            model._create_mask_fn = create_float_mask
         t = len(features)
         if head["kind"] == "mtp":
             padded = torch.cat((features, torch.zeros(3, features.shape[1])))

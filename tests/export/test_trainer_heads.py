@@ -82,6 +82,8 @@ def test_what_a_trainer_writes_is_imported_and_computes_the_same(tmp_path, capsy
         theirs = torch.tensor(found["logits"]).log_softmax(-1)
         best = theirs.max(-1)
         tokens = drafter.kept_ids[best.indices]
-        apart = float((best.values.cumsum(0) - tree.log_probs).abs().max())
+        # MTP's training attends to fewer states at its second depth than engines do.
+        compared = slice(1 if head["kind"] == "mtp" else 2)
+        apart = float((best.values.cumsum(0) - tree.log_probs)[compared].abs().max())
         print(head["trainer"], head["kind"], sorted(head["keys"]), f"{apart:.1e}")
         assert tokens.tolist() == tree.tokens.tolist() and apart < 1e-5, head
