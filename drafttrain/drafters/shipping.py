@@ -202,6 +202,7 @@ class Shipping(Generic[D]):
         verifiable: engines that `drafttrain verify` runs the kind in (`vllm`, `transformers`,
             `llama.cpp`, see export/engine_runs.py), and the format that each is given. needs_gpu:
             engines that run the kind on GPUs only.
+        float8: formats that engines were run with in float8.
         in_root: formats that a published repository holds in its root, with our own keys added;
             others get a folder each.
         reads: published checkpoints that `drafttrain import` reads, for messages. architectures:
@@ -225,6 +226,7 @@ class Shipping(Generic[D]):
     formats: Mapping[str, Format] = {}
     verifiable: Mapping[str, str] = {}
     needs_gpu: tuple[str, ...] = ()
+    float8: tuple[str, ...] = ()
     in_root: Sequence[str] = ()
     reads = ""
     architectures: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ from drafttrain.export.serving_recipes import (
 from drafttrain.files import hub_snapshot, is_hub_id, write_json
 from drafttrain.folders import OutputFolder, beside, check_folder, inputs_of
 from drafttrain.formats.engines import MROPE_NOTE
-from drafttrain.formats.float8 import FLOAT8, KINDS
+from drafttrain.formats.float8 import FLOAT8
 from drafttrain.formats.public_names import public_name
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.inside_vllm.swap_worker import METHODS
@@ -250,10 +250,9 @@ def export(
         UserError: the format does not support the drafter, or the output cannot be written.
     """
     kind = check_expressible(trained, form, release)
-    if dtype == FLOAT8 and (form != "vllm" or trained.kind not in KINDS):
+    if dtype == FLOAT8 and form not in kind.float8:
         raise UserError(
-            f"dtype='float8' goes with --format vllm and kinds {', '.join(KINDS)}, which were tried; this is "
-            f"{trained.kind} as {form}: use bfloat16"
+            f"dtype='float8': no engine was run with a drafter of kind {trained.kind} as {form} in float8; use bfloat16"
         )
     inputs = [("drafter", str(trained.folder)), ("target", target)]
     with OutputFolder(output, "export", inputs) as folder, folder.staged() as part:

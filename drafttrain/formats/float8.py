@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from drafttrain.files import Json
 
 FLOAT8 = torch.float8_e4m3fn
-KINDS = ("eagle3",)  # that were tried, in vLLM
 _LARGEST = torch.finfo(FLOAT8).max
 _ROUNDED = "_proj.weight"  # the end of the names of layers' linear weights
 _SCALE = "_scale"  # behind a weight's name

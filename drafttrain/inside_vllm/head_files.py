@@ -98,11 +98,6 @@ def check(new: HeadFiles, served: HeadFiles, shared: Iterable[str], vocabulary: 
         SwapRefused: it differs in more than its values, or its values would end the engine or
             change the target.
     """
-    if any(tensor.dtype == torch.float8_e4m3fn for tensor in new.tensors.values()):
-        raise SwapRefused(
-            f"folder={new.folder!r} is float8, which vLLM lays out anew as it loads; serve and swap "
-            "heads in bfloat16, or restart the server with it"
-        )
     ours = _described(new)
     theirs = _described(served)
     for key in sorted(ours.keys() | theirs.keys()):
@@ -131,6 +126,15 @@ def check(new: HeadFiles, served: HeadFiles, shared: Iterable[str], vocabulary: 
         raise SwapRefused(
             f"folder={new.folder!r}: d2t leads to a token twice, or outside of the target's "
             f"vocabulary of {vocabulary}"
+        )
+
+
+def refuse_float8(new: HeadFiles) -> None:
+    """Raises SwapRefused: weights that vLLM has laid out anew when it loaded the served head's."""
+    if any(tensor.dtype == torch.float8_e4m3fn for tensor in new.tensors.values()):
+        raise SwapRefused(
+            f"folder={new.folder!r} is float8, which vLLM lays out anew as it loads; serve and swap "
+            "heads in bfloat16, or restart the server with it"
         )
 
 

@@ -29,6 +29,7 @@ from drafttrain.inside_vllm.head_files import (
     check,
     folder_below,
     read_head,
+    refuse_float8,
 )
 
 Vllms = Any  # an object of vLLM's, which mypy does not see
@@ -96,6 +97,7 @@ class ServedHead:
             )
         vocabulary = self.config.model_config.get_vocab_size()
         parts = shared_parts(self.runner.get_draft_model(), self.runner.get_model())
+        refuse_float8(new)
         check(new, self.served, parts, vocabulary)
         self.checked = new
         return {"sha256": new.digest}

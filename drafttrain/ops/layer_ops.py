@@ -111,8 +111,8 @@ def rotate_heads(x: Tensor, tables: Tables, norm: NormForm | None = None) -> Ten
         [n, heads, e], contiguous, in x's dtype.
     """
     count, heads, width = x.shape
-    cosine, sine = (table.reshape(count, -1) for table in tables)
-    rotary = cosine.shape[1]
+    rotary = tables[0].shape[-1]
+    cosine, sine = (table.reshape(count, rotary) for table in tables)
     if not has_kernels(x):
         wide = (x if norm is None else norm.apply(x)).float()
         turned = wide[..., :rotary]
