@@ -38,11 +38,10 @@ from drafttrain.data.answer_log import LogReader, Place, read_answer
 from drafttrain.data.loader import count_tokens, cut_row, keep_frequent
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import load_trained
 from drafttrain.environment import __version__
 from drafttrain.errors import UserError
-from drafttrain.evaluation.held_out import replayed_rows
+from drafttrain.evaluation.held_out import judged_rows
 from drafttrain.evaluation.resampling import FEWEST, lengths_ratio
 from drafttrain.files import Json, check_json, read_jsonl, replacing, violation, write_json, writing
 from drafttrain.flags import load_target
@@ -69,9 +68,6 @@ _NICE = 10
 _SAVED_HOURS = 6.0  # of unspent allowance
 _FALL = 0.95  # of the logged accepted length, which spends the whole allowance
 _JUDGES = 32  # newest held-out answers that judge a round
-# tree and tokens per answer of a replay
-_SPEC = TreeSpec.parse("chain:4")
-_REPLAYED = 128
 _STAGE_ROWS = 64  # answers of a stage
 _RECORDED = 50  # rounds and unusable lines in the state
 _FIX = "delete the file to begin again"
@@ -638,9 +634,9 @@ class Adapter:
         """Notes in each answer what a drafter commits in how many passes."""
         todo = [it for it in judges if version not in it["replayed"]]
         rows = [_row_of(it) for it in todo]
-        made = replayed_rows(drafter.eval(), rows, self.source, _SPEC, _REPLAYED)  # type: ignore[arg-type]  # states, no top-k
-        for it, row in zip(todo, made, strict=True):
-            it["replayed"][version] = [row.committed, row.passes]
+        made = judged_rows(drafter, rows, self.source)  # type: ignore[arg-type]  # states, no top-k
+        for it, amounts in zip(todo, made, strict=True):
+            it["replayed"][version] = amounts
         self.account()
 
 

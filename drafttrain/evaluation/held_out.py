@@ -22,6 +22,9 @@ from drafttrain.target import Target
 from drafttrain.target.sight import ImagePrompt
 
 _TOGETHER = 16  # rows whose replays share the drafter's passes
+# Tree, and tokens of an answer, by which versions of a drafter are compared.
+_JUDGED_BY = TreeSpec.parse("chain:4")
+_JUDGED_TOKENS = 128
 
 
 def first_prompts(
@@ -167,6 +170,16 @@ def replayed_rows(
             committed = replay.root - replay.begin
             made.append(ReplayedRow(committed, replay.rounds.total(), replay.rounds))
     return made
+
+
+def judged_rows(
+    drafter: TrainableDrafter,
+    rows: Sequence[Mapping[str, Any]],
+    source: Source,
+) -> list[list[int]]:
+    """[committed, passes] of each row, as `lengths_ratio` compares two drafters by."""
+    made = replayed_rows(drafter.eval(), rows, source, _JUDGED_BY, _JUDGED_TOKENS)
+    return [[row.committed, row.passes] for row in made]
 
 
 class _Replay:

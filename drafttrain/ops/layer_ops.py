@@ -80,9 +80,12 @@ def add_norm(state: Tensor, delta: Tensor | None, norm: NormForm) -> Tensor:
         if delta is not None:
             state.add_(delta)
         return norm.apply(state)
+    from triton import next_power_of_2
+
     from drafttrain.ops.layer_kernels import add_norm as kernel
 
     rows, width = state.shape
+    padded = next_power_of_2(width)
     out = torch.empty_like(state)
     run_kernel(
         kernel,
@@ -94,11 +97,20 @@ def add_norm(state: Tensor, delta: Tensor | None, norm: NormForm) -> Tensor:
         norm.plus,
         norm.eps,
         WIDTH=width,
-        PADDED=_power_of_two(width),
+        PADDED=padded,
         ADDS=delta is not None,
-        num_warps=min(16, max(1, _power_of_two(width) // 512)),
+        num_warps=min(16, max(1, padded // 512)),
     )
     return out
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the first r entries of heads in halves, by torch: x [t, heads, e]; cos, sin [t, 1, r]."""
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotated(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
 def rotate_heads(x: Tensor, tables: Tables, norm: NormForm | None = None) -> Tensor:
@@ -115,10 +127,9 @@ def rotate_heads(x: Tensor, tables: Tables, norm: NormForm | None = None) -> Ten
     cosine, sine = (table.reshape(count, rotary) for table in tables)
     if not has_kernels(x):
         wide = (x if norm is None else norm.apply(x)).float()
-        turned = wide[..., :rotary]
-        left, right = turned.chunk(2, dim=-1)
-        turned = turned * cosine[:, None].float() + torch.cat((-right, left), -1) * sine[:, None]
-        return torch.cat((turned, wide[..., rotary:]), dim=-1).to(x.dtype)
+        return rotated(wide, cosine[:, None].float(), sine[:, None].float()).to(x.dtype)
+    from triton import next_power_of_2
+
     from drafttrain.ops.layer_kernels import rotate_head
 
     x = x.contiguous()
@@ -135,7 +146,7 @@ def rotate_heads(x: Tensor, tables: Tables, norm: NormForm | None = None) -> Ten
         0.0 if norm is None else norm.eps,
         COUNT=heads,
         WIDTH=width,
-        PADDED=_power_of_two(width),
+        PADDED=next_power_of_2(width),
         ROTARY=rotary,
         NORM=norm is not None,
         num_warps=1,
@@ -165,7 +176,3 @@ def gate(gated: Tensor, up: Tensor, gelu: bool) -> Tensor:
         BLOCK=_BLOCK,
     )
     return out
-
-
-def _power_of_two(width: int) -> int:
-    return 1 << (width - 1).bit_length()

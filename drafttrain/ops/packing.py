@@ -506,10 +506,13 @@ class PackedRMSNorm(Packed):
     @staticmethod
     def like(norm: nn.Module) -> PackedRMSNorm | None:
         """The same norm; None for another function, dtype or device."""
+        weight = getattr(norm, "weight", None)
+        if weight is None or weight.dtype != torch.float32 or not weight.is_cpu:
+            return None
         if cpu_kernels() is None:
             return None
         form = NormForm.of(norm)
-        if form is None or form.weight.dtype != torch.float32 or not form.weight.is_cpu:
+        if form is None:
             return None
         packed = PackedRMSNorm(form.weight + form.plus, form.eps)
         packed.saved = dict(norm.state_dict())

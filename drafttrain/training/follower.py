@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from drafttrain.data.loader import cut_row
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import prepare
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter
 from drafttrain.errors import UserError
-from drafttrain.evaluation.held_out import replayed_rows
+from drafttrain.evaluation.held_out import judged_rows
 from drafttrain.evaluation.resampling import FEWEST, Ratio, lengths_ratio
 from drafttrain.files import Json, reading, scratch_folder, writing
 from drafttrain.formats.weights import read_weights
@@ -47,8 +46,6 @@ from drafttrain.training.continued import (
 from drafttrain.values import Count, Size, check
 
 STATE = "follower.pt"
-_SPEC = TreeSpec.parse("chain:4")
-_REPLAYED = 128  # tokens of an answer
 _JUDGED = 96  # answers, the newest
 
 # Token ids of prompt and answer, and the prompt's length; or both as text.
@@ -190,10 +187,10 @@ class Follower:
         """Compares the head with the last proven one, and takes the better of them; see `Followed`."""
         if not rows or not self.taken:
             return "undecided", None
-        self._counts += self._replay(rows, source)
+        self._counts += judged_rows(self.head, rows, source)  # type: ignore[arg-type]  # states, no top-k
         present = _copied(self.head)
         self.head.load_state_dict(self._proven)
-        self._proven_counts += self._replay(rows, source)
+        self._proven_counts += judged_rows(self.head, rows, source)  # type: ignore[arg-type]
         self.head.load_state_dict(present)
         self._counts = self._counts[-_JUDGED:]
         self._proven_counts = self._proven_counts[-_JUDGED:]
@@ -211,11 +208,6 @@ class Follower:
         self.head.load_state_dict(self._proven)
         self.training = ContinuedTraining(self.head, self.rate)  # its moments led to the worse head
         return "worse", ratio
-
-    def _replay(self, rows: list[Json], source: TargetSource) -> list[list[int]]:
-        """Committed tokens and passes of each rollout, with the head as it is."""
-        made = replayed_rows(self.head.eval(), rows, source, _SPEC, _REPLAYED)  # type: ignore[arg-type]  # states, no top-k
-        return [[row.committed, row.passes] for row in made]
 
     def _rows(self, rollouts: Sequence[Rollout], target: Target) -> list[Json]:
         rows = []
