@@ -14,20 +14,8 @@ from drafttrain.ops.layer_ops import NormForm, add_norm, rotate_heads
 from drafttrain.target import Target
 from drafttrain.target.attention import CausalRows
 from drafttrain.target.fused_body import FusedBody
+from tests.target.tiny import SIZE
 
-SIZE = {
-    "hidden_size": 40,
-    "intermediate_size": 72,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 90,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 EXPERTS = {
     "num_experts": 4,
     "num_local_experts": 4,
@@ -57,7 +45,9 @@ OTHERS = {
 
 def make(kind, options, dtype=torch.float32, device="cuda"):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE, **options))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **SIZE, head_dim=16, **options)
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("norm.weight"):  # a norm of ones hides a factor that is lost

@@ -36,21 +36,10 @@ from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from drafttrain.target.native_body import NativeBody
 from tests.marks import needs_compiler
+from tests.target.tiny import SIZE
 
 pytestmark = needs_compiler
 
-SIZE = {
-    "hidden_size": 40,
-    "intermediate_size": 72,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 90,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 MIXED = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 7,
