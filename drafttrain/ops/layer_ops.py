@@ -104,15 +104,6 @@ def add_norm(state: Tensor, delta: Tensor | None, norm: NormForm) -> Tensor:
     return out
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first r entries of heads in halves, by torch: x [t, heads, e]; cos, sin [t, 1, r]."""
-    width = cos.shape[-1]
-    if width < x.shape[-1]:
-        return torch.cat((rotated(x[..., :width], cos, sin), x[..., width:]), dim=-1)
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
-
-
 def rotate_heads(x: Tensor, tables: Tables, norm: NormForm | None = None) -> Tensor:
     """Norms each head and rotates its first r entries in halves.
 
@@ -127,7 +118,10 @@ def rotate_heads(x: Tensor, tables: Tables, norm: NormForm | None = None) -> Ten
     cosine, sine = (table.reshape(count, rotary) for table in tables)
     if not has_kernels(x):
         wide = (x if norm is None else norm.apply(x)).float()
-        return rotated(wide, cosine[:, None].float(), sine[:, None].float()).to(x.dtype)
+        turned = wide[..., :rotary]
+        left, right = turned.chunk(2, dim=-1)
+        turned = turned * cosine[:, None].float() + torch.cat((-right, left), -1) * sine[:, None]
+        return torch.cat((turned, wide[..., rotary:]), dim=-1).to(x.dtype)
     from triton import next_power_of_2
 
     from drafttrain.ops.layer_kernels import rotate_head

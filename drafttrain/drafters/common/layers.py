@@ -19,7 +19,7 @@ from drafttrain.batch import Attend, Part
 from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json, value_of
 from drafttrain.ops.cpu_layers import DecoderLayer
-from drafttrain.ops.layer_ops import has_kernels, rotate_heads, rotated
+from drafttrain.ops.layer_ops import has_kernels, rotate_heads
 from drafttrain.ops.packing import SKINNY_ROWS
 
 LayerShape = LayerConfig | BlockConfig
@@ -137,7 +137,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [t, heads, e]; cos, sin [t, 1, r] with r <= e."""
     if not torch.is_grad_enabled() and x.dtype == cos.dtype and has_kernels(x):
         return rotate_heads(x, (cos, sin))
-    return rotated(x, cos, sin)
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
 class RMSNorm(nn.RMSNorm):
