@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from drafttrain.target import Target
 DEPTH = 6
 WIDTHS = (1, 4, 8)  # the families: children per node; 1 is the chain
 MOST_NODES = 63
+Part = TypeVar("Part")
 _CHAIN = TreeSpec.parse(f"chain:{DEPTH}")
 
 
@@ -443,6 +444,22 @@ class CostModel:
             if seconds <= factor * self.verify[0]:
                 most = max(most, nodes)
         return most
+
+    def averaged(self, other: CostModel) -> CostModel:
+        """The mean of two measurements of the same parts."""
+
+        def means(one: dict[Part, float], two: dict[Part, float]) -> dict[Part, float]:
+            return {part: (seconds + two[part]) / 2 for part, seconds in one.items()}
+
+        return CostModel(
+            verify=means(self.verify, other.verify),
+            draft=means(self.draft, other.draft),
+            match=(self.match + other.match) / 2,
+            read=(self.read + other.read) / 2,
+            read_prompt=(self.read_prompt + other.read_prompt) / 2,
+            around=(self.around + other.around) / 2,
+            prompt=(self.prompt + other.prompt) / 2,
+        )
 
     def table(self) -> Json:
         """The costs in milliseconds, for JSON."""

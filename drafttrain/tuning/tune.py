@@ -6,6 +6,9 @@ Three measurements, none of which depends on the chosen tree:
     costs           seconds of verifying by number of nodes and of drafting by depth (`measure_costs`)
     the check       the chosen tree, fixed and adaptive, against plain decoding, interleaved, next to the prediction
 
+Costs are measured before the check and after it, and the prediction takes their mean: memory that is shared
+with other machines changes its speed within a minute.
+
 Timing every candidate instead takes longer and picks by luck: candidates differ by a few per cent,
 and so does a timing. What is kept after the check is decided by paired differences: another setting
 than the simplest must be better beyond their interval.
@@ -280,7 +283,15 @@ class Search:
 
     @property
     def plain(self) -> Prediction:
-        return next(each for each in self.ranking if each.spec.shape == "none")
+        return self.prediction(_NONE)
+
+    def prediction(self, spec: TreeSpec) -> Prediction:
+        return next(each for each in self.ranking if each.spec == spec)
+
+    def priced(self, costs: CostModel) -> Search:
+        """The same trees and records by other costs."""
+        specs = [each.spec for each in self.ranking]
+        return Search(self.tracks, costs, ranking(specs, self.tracks, costs))
 
     @property
     def chain(self) -> Prediction | None:
@@ -349,25 +360,43 @@ def search_tree(
     tokens = settings.tokens
     with Progress("recording acceptance", tokens - 1, "positions") as meter:
         tracks = record(target, drafter, prompts, sampling, tokens, meter.advance)
-    with Progress("measuring costs", None, "rounds") as meter:
-        costs = measure_costs(
-            target,
-            drafter,
-            prompts,
-            sampling,
-            tokens,
-            settings.cycles,
-            meter.advance,
-        )
-    predictions = [predict(spec, tracks, costs) for spec in candidates(drafter, costs)]
+    costs = costs_here(target, drafter, prompts, settings)
+    return Search(tracks, costs, ranking(candidates(drafter, costs), tracks, costs))
+
+
+def ranking(
+    specs: Sequence[TreeSpec],
+    tracks: Sequence[Track],
+    costs: CostModel,
+) -> list[Prediction]:
+    """What is predicted of each tree, the fastest first; of about equal ones the simplest."""
+    predictions = [predict(spec, tracks, costs) for spec in specs]
     top = max(each.tokens_per_second for each in predictions)
 
     def order(each: Prediction) -> tuple[float, ...]:
         behind = math.log(top / max(each.tokens_per_second, 1e-9)) / math.log(SAME)
         return math.floor(behind), *effort(each.spec)
 
-    ranking = sorted(predictions, key=order)
-    return Search(tracks, costs, ranking)
+    return sorted(predictions, key=order)
+
+
+def costs_here(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    settings: TuneSettings,
+) -> CostModel:
+    """What rounds cost at this moment."""
+    with Progress("measuring costs", None, "rounds") as meter:
+        return measure_costs(
+            target,
+            drafter,
+            prompts,
+            settings.sampling,
+            settings.tokens,
+            settings.cycles,
+            meter.advance,
+        )
 
 
 @dataclass(frozen=True)
@@ -537,28 +566,25 @@ def tune(
         costs, acceptance, candidates: the basis of the prediction.
     """
     search = search_tree(target, drafter, prompts, settings)
-    best = search.best
+    best = search.best.spec
     # Measure the fastest predictions against each other, once.
     contest = {}
     trees = search.finalists()
-    if len(trees) > 1 and best.spec.shape != "none":
+    if len(trees) > 1 and best.shape != "none":
         timings = measure(target, drafter, trees, prompts, replace(settings, repeats=1))
         for side, spec in enumerate(trees):
             contest[str(spec)] = round(timings.rate(side), 3)
-        picked = trees[simplest(timings, trees)]
-        best = next(each for each in search.ranking if each.spec == picked)
+        best = trees[simplest(timings, trees)]
 
     # Measure the pick, fixed and adaptive, against plain decoding.
-    predicted = best.tokens_per_second / search.plain.tokens_per_second
-    predicted_request = search.plain.request_seconds / best.request_seconds
     measured = 1.0
     measured_request = 1.0
     adaptive = None
     rates = {}
     intervals = {}
-    tree = best.spec
-    if best.spec.shape != "none":
-        specs = (_NONE, best.spec, replace(best.spec, adaptive=True))
+    tree = best
+    if best.shape != "none":
+        specs = (_NONE, best, replace(best, adaptive=True))
         timings = measure(target, drafter, specs, prompts, settings)
         for side, spec in enumerate(specs):
             rates[str(spec)] = round(timings.rate(side), 3)
@@ -575,9 +601,16 @@ def tune(
         adaptive = round(ratios["adaptive_speedup"].value, 4)
         tree = specs[keep(timings)]
 
+        # The prediction is of the machine as it was around the check.
+        later = costs_here(target, drafter, prompts, settings)
+        search = search.priced(search.costs.averaged(later))
+
+    picked = search.prediction(best)
+    predicted = picked.tokens_per_second / search.plain.tokens_per_second
+    predicted_request = search.plain.request_seconds / picked.request_seconds
     return {
         "tree": str(tree),
-        "picked": str(best.spec),
+        "picked": str(best),
         "chain": search.chain and search.row(search.chain),
         "predicted_speedup": round(predicted, 4),
         "measured_speedup": round(measured, 4),
@@ -593,7 +626,9 @@ def tune(
         "max_new_tokens": settings.tokens,
         "costs": search.costs.table(),
         "acceptance": {"chain": chances(search.tracks), "recall": recall(search.tracks)},
-        "candidates": sorted(search.table(picked=best), key=lambda row: -row["predicted_speedup"]),
+        "candidates": sorted(
+            search.table(picked=picked), key=lambda row: -row["predicted_speedup"]
+        ),
         "candidates_predicted": len(search.ranking),
     }
 

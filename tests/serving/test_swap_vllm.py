@@ -51,6 +51,7 @@ class SwapServer(EngineServer):
 
     words: list[str] = []
     variables: dict[str, str] = {}
+    parallel: tuple[str, ...] = ()  # flags
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class SwapServer(EngineServer):
         drafting |= shipping(kind).options(trained)["vLLM"]
         self.model = str(place / "target")
         self.words = vllm_serve(PYTHON, look_for_vllm(PYTHON), self.model)
-        self.words += ["--port", str(port), *SETTINGS.split(), EXTENSION]
+        self.words += ["--port", str(port), *SETTINGS.split(), EXTENSION, *self.parallel]
         self.words += ["--speculative-config", json.dumps(drafting)]
         headers = {"Authorization": "Bearer key-of-tests"}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=300)
@@ -173,11 +174,21 @@ class OpenServer(SwapServer):
                 part.write(json.dumps(line) + "\n")
 
 
+class TwoRanks(SwapServer):
+    """Two processes with half of the target's and the head's rows each."""
+
+    parallel = ("--tensor-parallel-size", "2")
+
+
+SERVERS = {"open": OpenServer, "two ranks": TwoRanks}
+
+
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory, request):
     place = tmp_path_factory.mktemp("vllm")
-    kind = getattr(request, "param", "eagle3")
-    server = OpenServer(place, "eagle3") if kind == "open" else SwapServer(place, kind)
+    asked = getattr(request, "param", "eagle3")
+    kind = "eagle3" if asked in SERVERS else asked
+    server = SERVERS.get(asked, SwapServer)(place, kind)
     try:
         server.start()
         server.wait_until_ready()
@@ -307,3 +318,15 @@ def test_eagle1_is_swapped_too(vllm):
     for name in "ca":
         assert vllm.swap(name).status_code == 200
         assert (vllm.accepted_length() == pytest.approx(trained, rel=0.02)) == (name == "a")
+
+
+@pytest.mark.parametrize("vllm", ["two ranks"], indirect=True)
+def test_both_ranks_take_the_head_or_none(vllm):
+    trained = vllm.accepted_length()
+    digests = {name: read_head(vllm.root / name, "").digest for name in "ac"}
+    assert vllm.swap("c").json()["sha256"] == digests["c"]
+    assert vllm.accepted_length() < 1.3 < 2 < trained
+    assert vllm.swap("missing").status_code == 409
+    assert vllm.client.get("/v1/drafter").json()["sha256"] == digests["c"]
+    assert vllm.swap("a").json()["sha256"] == digests["a"]
+    assert vllm.accepted_length() == pytest.approx(trained, rel=0.02)

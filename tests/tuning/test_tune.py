@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -447,6 +448,8 @@ def test_the_table_holds_the_picked_tree_and_is_sorted(monkeypatch, target, caps
     ]
     picked = made[-1]
     monkeypatch.setattr(tuning, "search_tree", lambda *_: tuning.Search([], MODEL, made))
+    monkeypatch.setattr(tuning, "costs_here", lambda *_: MODEL)
+    monkeypatch.setattr(tuning.Search, "priced", lambda search, costs: search)
     monkeypatch.setattr(tuning.Search, "finalists", lambda self: [made[0].spec, picked.spec])
     monkeypatch.setattr(tuning, "simplest", lambda *_: 1)
     monkeypatch.setattr(
@@ -462,6 +465,38 @@ def test_the_table_holds_the_picked_tree_and_is_sorted(monkeypatch, target, caps
     tuning.print_result(result)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "picked" in line]
     assert "dynamic:2,4,4" in line
+
+
+def test_the_prediction_takes_the_costs_around_the_check(monkeypatch, target):
+    """Rounds with trees become dearer while trees are measured; plain decoding does not."""
+    drafter = NgramDrafter()
+    settings = tuning.TuneSettings(tokens=16, repeats=1)
+    before = CostModel({0: 1.0, 1: 0.5, 8: 0.6}, {(1, 1): 0.1, (4, 1): 0.1, (8, 1): 0.1})
+    after = replace(before, verify={0: 1.0, 1: 1.5, 8: 1.8})
+    measured = iter((before, after))
+    monkeypatch.setattr(tuning, "measure_costs", lambda *_: next(measured))
+    prompts = [[5, 9, 11, 9, 11, 9, 11]]
+    result = tuning.tune(target, drafter, prompts, settings)
+    assert next(measured, None) is None, "costs are measured twice"
+    assert result["costs"]["verification_ms"] == {"0": 1000.0, "1": 1000.0, "8": 1200.0}
+    tracks = record(target, drafter, prompts, settings.sampling, settings.tokens)
+    mean = replace(before, verify={0: 1.0, 1: 1.0, 8: 1.2})
+    tree = tuning.predict(TreeSpec.parse(result["picked"]), tracks, mean)
+    plain = tuning.predict(TreeSpec.parse("none"), tracks, mean)
+    expected = tree.tokens_per_second / plain.tokens_per_second
+    assert result["predicted_speedup"] == pytest.approx(expected, abs=1e-3)
+    (row,) = [row for row in result["candidates"] if row["tree"] == result["picked"]]
+    assert row["predicted_speedup"] == result["predicted_speedup"]
+
+
+def test_two_measurements_of_costs_are_averaged_part_by_part():
+    one = CostModel({0: 1.0, 4: 2.0}, {(4, 1): 0.2}, 0.1, 0.2, 0.3, 0.4, 0.5)
+    two = CostModel({0: 3.0, 4: 2.0}, {(4, 1): 0.4}, 0.3, 0.4, 0.5, 0.6, 0.7)
+    mean = one.averaged(two)
+    assert mean.verify == {0: 2.0, 4: 2.0}
+    assert mean.draft == {(4, 1): pytest.approx(0.3)}
+    rest = (mean.match, mean.read, mean.read_prompt, mean.around, mean.prompt)
+    assert rest == pytest.approx((0.2, 0.3, 0.4, 0.5, 0.6))
 
 
 def test_more_prompts_than_six_are_taken_from_a_file(target, tmp_path):
