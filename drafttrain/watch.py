@@ -1,6 +1,6 @@
 """`drafttrain adapt --watch`: what a server accepts of the drafts, swaps in it, and the way back.
 
-sample     accepted length of the served version: vLLM's counters over some drafts, or the log's lines
+sample     accepted length of the served version: the server's counters over some drafts, or the log's lines
 swap       a better version goes into the server (`drafttrain swap`); a server that is away gets it when it is back
 go back    the mean of the new version's samples lies below the interval of the old one's
 
@@ -24,12 +24,13 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.resampling import FEWEST, paired_ratio
 from drafttrain.files import append_line, complete_bytes, lock, writing
 from drafttrain.reports.journal_page import read_journal
-from drafttrain.serving.client import Samples, Server, increase, read_metrics, speculation
+from drafttrain.serving.client import Samples, Server, passes, read_metrics, speculation
 from drafttrain.serving.swap import HeadRefused, Swapper, head_below
+from drafttrain.serving.swap_command import swapper_of
 
 JOURNAL = "journal.jsonl"
 _LOCK = ".drafttrain-watch"  # in the server's root: one watcher a server
-_DRAFTS = 100  # of a sample of vLLM's counters
+_DRAFTS = 100  # of a sample of the server's counters
 _TRIAL = 16  # samples of a new version before it may be dropped
 _PROVEN = 64  # samples after which a new version stays; of the old one, those that are kept
 _COUNTED = ("round", "swap", "rollback", "refused", "away")
@@ -69,12 +70,13 @@ class Watch:
     """Watches the version that serves.
 
     Args:
-        server: address of a vLLM server that swaps heads; '' for a server of one's own that follows
-            OUTPUT/current. variable: environment variable of its API key.
+        server: address of a vLLM or SGLang server that swaps heads; '' for a server of one's own
+            that follows OUTPUT/current. variable: environment variable of its API key.
         output: folder of the versions. watched: state, changed in place.
 
     Raises:
-        UserError: no such server, its root is not on this machine, or another watcher has it.
+        UserError: no such server, its root is not on this machine, another watcher has it, or it
+            has no page of metrics.
     """
 
     def __init__(self, server: str, variable: str, output: Path, watched: Watched):
@@ -90,7 +92,7 @@ class Watch:
         self._is_away = False
         self._lock: int | None = None
         if server:
-            self.swapper = Swapper(server, variable)
+            self.swapper = swapper_of(server, variable)
             self._metrics = Server(self.swapper.url, "")
             root = Path(self.swapper.ask()["root"])
             with writing(root, "the server's root"):
@@ -99,6 +101,11 @@ class Watch:
                 raise UserError(
                     f"server={server!r}: another drafttrain adapt --watch swaps its heads; stop that "
                     "one first"
+                )
+            if not asyncio.run(self._page()):
+                raise UserError(
+                    f"server={server!r} has no page of metrics, so no version could be judged by what is "
+                    "accepted there; start SGLang with --enable-metrics"
                 )
         # Lines of the journal by kind, which a page of figures has from the beginning.
         self.events = Counter(dict.fromkeys(_COUNTED, 0))
@@ -130,7 +137,7 @@ class Watch:
         """
         if self.swapper:
             page = asyncio.run(self._page())
-            drafts = increase(self._mark, page, "drafts")
+            drafts = passes(self._mark, page)
             # A server that was started again counts from 0.
             if not self._mark or drafts < 0:
                 self._mark = page
@@ -213,7 +220,7 @@ class Watch:
             if self._tried == (folder, served["sha256"]):
                 return True
             self._tried = (folder, served["sha256"])
-            after = self.swapper.ask(head_below(str(folder), served))
+            after = self.swapper.ask(head_below(str(folder), served, self.swapper.form))
         except HeadRefused as refused:
             self.note("refused", version=folder.name, reason=str(refused))
             return False

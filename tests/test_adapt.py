@@ -380,16 +380,16 @@ def test_a_watcher_samples_brings_judges_and_notes(tmp_path, monkeypatch):
     route = route_of(root / "a")
     serve(route, monkeypatch)
     watched = Watched(swapped=True)
-    watch = Watch("http://127.0.0.1:8000", "", tmp_path, watched)
-    with pytest.raises(UserError, match="another drafttrain adapt --watch"):
-        Watch("http://127.0.0.1:8000", "", tmp_path, Watched())
-    # The server was started again behind 1150.
-    pages = iter([1000, 1050, 1100, 1150, 10, 60, 111, *range(211, 1711, 100)])
+    # The server was started again behind 1150. The watcher looks once whether there is a page.
+    pages = iter([900, 1000, 1050, 1100, 1150, 10, 60, 111, *range(211, 1711, 100)])
 
     async def page(self):
         return parse_metrics(vllm_page(next(pages)))
 
     monkeypatch.setattr(Watch, "_page", page)
+    watch = Watch("http://127.0.0.1:8000", "", tmp_path, watched)
+    with pytest.raises(UserError, match="another drafttrain adapt --watch"):
+        Watch("http://127.0.0.1:8000", "", tmp_path, Watched())
     for _ in range(7):
         watch.sample("a")
     assert watched.samples == [1.75, 1.75] and watch.waits

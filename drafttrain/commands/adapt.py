@@ -59,7 +59,7 @@ def adapt(
     drafttrain adapt --drafter runs/drafter --log answers.jsonl --every 200
     drafttrain adapt --drafter runs/drafter --log logs/ --every 200 --once                      # from cron
     drafttrain adapt --drafter runs/drafter --log logs/ --every 200 --target-url http://node1:8000     # states from vLLM
-    drafttrain adapt --drafter runs/drafter --log logs/ --watch --server http://127.0.0.1:8000         # swaps in vLLM
+    drafttrain adapt --drafter runs/drafter --log logs/ --watch --server http://127.0.0.1:8000         # swaps in vLLM or SGLang
     ```
 
     After every N new answers it trains on most of them and on earlier ones, replays the rest, which
@@ -81,7 +81,7 @@ def adapt(
         once: read what is there, run a round if one is due, and end
         watch: go back to the version before where the served accepted length falls below its
             interval, and write every decision to OUTPUT/journal.jsonl
-        server: with --watch: vLLM server that swaps heads (drafttrain swap); each better version
+        server: with --watch: vLLM or SGLang server that swaps heads (drafttrain swap); each better version
             goes into it, and its counters give the served length
         api_key_env: environment variable with that server's API key, if it wants one
         metrics: with --watch: PORT or HOST:PORT of a page with its figures for Prometheus

@@ -51,6 +51,8 @@ class _StreamEvent(TypedDict, total=False):
 _LONGEST_LINE = 1_000_000  # bytes; servers send a token or a few in each
 _LONGEST_STREAM = 500_000_000  # a million tokens
 _LONGEST_PAGE = 16_000_000  # of metrics
+_VLLM = "vllm:spec_decode_num_"
+_SGLANG_PASSES = "sglang:spec_verify_calls"
 _EVENT = TypeAdapter(_StreamEvent)
 
 
@@ -274,38 +276,44 @@ async def read_metrics(client: httpx.AsyncClient, server: Server) -> Samples:
 
 
 def speculation(before: Samples, after: Samples) -> Json:
-    """Acceptance between two readings of a server's Prometheus page.
+    """Acceptance between two readings of a server's Prometheus page, over all its users' requests.
 
-    vLLM has counters (`vllm:spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens`,
-    `_accepted_tokens_per_pos`), so the difference is exact for all requests in between, other
-    users' included. SGLang has gauges of its last interval (`sglang:spec_accept_length`,
-    `_accept_rate`); the later reading is used.
+    vLLM counts passes, drafted and accepted tokens, the latter by depth too
+    (`vllm:spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens`, `_accepted_tokens_per_pos`).
+    SGLang counts the passes and tokens of requests that have ended
+    (`sglang:spec_verify_calls_total`, `generation_tokens_total`, `num_requests_total`).
 
     Returns:
-        source, accepted_length (bonus token included), acceptance_rate and, for vLLM, drafts and
-        acceptance_by_depth as in results.json; empty if the page has no such figures or nothing was
-        drafted.
+        source, drafts (passes over drafted tokens), accepted_length (bonus token included),
+        acceptance_rate and acceptance_by_depth as in results.json (vLLM); empty if the page has no
+        such figures or nothing was drafted.
     """
-    if increase(before, after, "drafts") > 0:
-        return _of_counters(before, after)
-    lengths = [value for _, value in after.get("sglang:spec_accept_length", []) if value > 0]
-    rates = [value for _, value in after.get("sglang:spec_accept_rate", [])]
-    if not lengths:
+    # Without a first reading the counters hold all requests since the server began.
+    if not before or passes(before, after) <= 0:
         return {}
-    rate = None
-    if rates:
-        rate = round(sum(rates) / len(rates), 4)
+    if increase(before, after, f"{_VLLM}drafts") > 0:
+        return _of_vllm(before, after)
+    drafts = increase(before, after, _SGLANG_PASSES)
+    tokens = increase(before, after, "sglang:generation_tokens")
+    # A request's first token comes from its prompt's pass.
+    tokens -= increase(before, after, "sglang:num_requests")
     return {
-        "source": "sglang gauges",
-        "accepted_length": round(sum(lengths) / len(lengths), 4),
-        "acceptance_rate": rate,
+        "source": "sglang counters",
+        "drafts": int(drafts),
+        "accepted_length": round(tokens / drafts, 4),
+        "acceptance_rate": None,
     }
 
 
-def _of_counters(before: Samples, after: Samples) -> Json:
-    drafts = increase(before, after, "drafts")
-    drafted = increase(before, after, "draft_tokens")
-    accepted = increase(before, after, "accepted_tokens")
+def passes(before: Samples, after: Samples) -> float:
+    """Passes over drafted tokens between two readings of the page; less than 0 if the server began anew."""
+    return increase(before, after, f"{_VLLM}drafts") + increase(before, after, _SGLANG_PASSES)
+
+
+def _of_vllm(before: Samples, after: Samples) -> Json:
+    drafts = increase(before, after, f"{_VLLM}drafts")
+    drafted = increase(before, after, f"{_VLLM}draft_tokens")
+    accepted = increase(before, after, f"{_VLLM}accepted_tokens")
     rate = None
     if drafted:
         rate = round(accepted / drafted, 4)
@@ -332,17 +340,16 @@ def _of_counters(before: Samples, after: Samples) -> Json:
 
 
 def increase(before: Samples, after: Samples, name: str) -> float:
-    """Increase of one of vLLM's counters, over all labels (engines, models)."""
-    key = f"vllm:spec_decode_num_{name}"
-    now = sum(value for _, value in after.get(key, []))
-    return now - sum(value for _, value in before.get(key, []))
+    """Increase of a counter, over all labels (engines, models)."""
+    now = sum(value for _, value in after.get(name, []))
+    return now - sum(value for _, value in before.get(name, []))
 
 
 def _per_position(before: Samples, after: Samples) -> list[float]:
     """Increase of vLLM's accepted tokens by position."""
     counts: defaultdict[int, float] = defaultdict(float)
     for sign, samples in ((1, after), (-1, before)):
-        for labels, value in samples.get("vllm:spec_decode_num_accepted_tokens_per_pos", []):
+        for labels, value in samples.get(f"{_VLLM}accepted_tokens_per_pos", []):
             if re.fullmatch("[0-9]{1,4}", labels.get("position", "")):
                 counts[int(labels["position"])] += sign * value
     return [counts[position] for position in sorted(counts)]

@@ -11,6 +11,7 @@ import io
 import json
 import pickle
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -60,7 +61,7 @@ class SglangServer:
     """The server, on a port of its own.
 
     Attributes: url; info: what /server_info says; version: of the weights; ranks; open: whether an
-    update is; routes: those asked for, in order.
+    update is; routes: those asked for, in order; counters: of /metrics, None without the page.
     """
 
     def __init__(self, folder: Path, ranks: int = 1, **info):
@@ -75,6 +76,7 @@ class SglangServer:
             "speculative_draft_model_quantization": None,
         } | info
         self.version = "default"
+        self.counters = Counter()
         self.open = False
         self.routes = []
         fake = self
@@ -91,7 +93,8 @@ class SglangServer:
             def answer(self, body):
                 act = getattr(fake, self.path.strip("/"), None)
                 status, said = act(**body) if act else (404, "Not Found")
-                content = json.dumps(said).encode()
+                text = said if isinstance(said, str) else json.dumps(said)
+                content = text.encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
@@ -112,6 +115,14 @@ class SglangServer:
 
     def model_info(self):
         return 200, {"weight_version": self.version}
+
+    def metrics(self):
+        if self.counters is None:
+            return 404, "Not Found"
+        lines = ['sglang:token_usage{model_name="tiny"} NaN', "python_info 1"]
+        for name, count in self.counters.items():
+            lines.append(f'sglang:{name}_total{{model_name="tiny",is_streaming="true"}} {count}')
+        return 200, "\n".join(lines)
 
     def begin_weight_update(self, selector="all"):
         if self.open:

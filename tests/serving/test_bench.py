@@ -16,7 +16,7 @@ from drafttrain.data.servers import server_address
 from drafttrain.files import write_jsonl
 from drafttrain.serving import client
 from drafttrain.serving.bench import Load, compare, figures
-from drafttrain.serving.client import Answer, parse_metrics, speculation
+from drafttrain.serving.client import Answer, parse_metrics, passes, speculation
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import make_kind
 from tests.files import ROOT, load_jsonl
@@ -24,10 +24,16 @@ from tests.serving.fake_server import FakeServer, vllm_page
 from tests.states.stand_ins import engine
 
 KEPT = torch.arange(40, 240)
-SGLANG = """sglang:spec_accept_length{model_name="tiny",tp_rank="0"} 2.5
-sglang:spec_accept_rate{model_name="tiny",tp_rank="0"} 0.5
-sglang:token_usage{model_name="tiny"} NaN
+SGLANG = """sglang:spec_verify_calls_total{{model_name="tiny"}} {passes}
+sglang:generation_tokens_total{{model_name="tiny",is_streaming="true"}} {tokens}
+sglang:num_requests_total{{model_name="tiny",is_streaming="true"}} {requests}
+sglang:token_usage{{model_name="tiny"}} NaN
 """
+
+
+def sglang_page(requests):
+    """Of answers of eleven tokens in four passes behind the prompt's."""
+    return SGLANG.format(passes=4 * requests, tokens=11 * requests, requests=requests)
 
 
 @pytest.fixture
@@ -110,16 +116,17 @@ def test_a_concurrency_sweep(bench, capsys, monkeypatch):
 @pytest.mark.thorough
 def test_two_servers_take_turns(bench, capsys):
     # The slow server never answers within 100 ms; a busy machine delays the quick one by less.
-    with FakeServer(page=SGLANG) as quick, FakeServer(gap=0.1) as slow:
+    with FakeServer(page=sglang_page) as quick, FakeServer(gap=0.1) as slow:
         more = ("--concurrency", "1,2", "--warm-up", 0, "--requests", 1)
         results = bench("--url", quick.url, "--url2", slow.url, *more)
     assert [len(server.asked) for server in (quick, slow)] == [8, 8]  # four times each step
     assert results["workload"]["repeats"] == 4
     cells = results["servers"]["url"]["cells"]
     assert cells[0]["speculation"] == {
-        "source": "sglang gauges",
+        "source": "sglang counters",
+        "drafts": 16,
         "accepted_length": 2.5,
-        "acceptance_rate": 0.5,
+        "acceptance_rate": None,
     }
     assert "speculation" not in results["servers"]["url2"]["cells"][0]
     shown = capsys.readouterr().out
@@ -329,9 +336,11 @@ def test_prometheus_pages():
     assert speculation({}, {}) == {}
     page = parse_metrics(vllm_page(10))
     assert speculation(page, page) == {}, "nothing was drafted in between"
-    assert speculation({}, parse_metrics(SGLANG.replace("2.5", "0.0"))) == {}, (
-        "a gauge at rest says nothing"
-    )
+    assert speculation({}, page) == {}, "the first reading is missing"
+    page = parse_metrics(sglang_page(3))
+    assert speculation(page, page) == {}
+    assert passes(page, parse_metrics(sglang_page(5))) == 8
+    assert passes(page, parse_metrics(sglang_page(1))) < 0
 
 
 def test_figures_by_hand():

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from drafttrain.cli import main
+from drafttrain.errors import UserError
 from drafttrain.inside_vllm.head_files import SwapRefused, read_head
 from drafttrain.serving.swap_sglang import check_head, shared_parts
+from drafttrain.watch import Watch, Watched
+from tests.files import load_jsonl
 from tests.serving.live_server import write_head
 from tests.serving.sglang_server import SglangServer, said
 
@@ -176,3 +179,31 @@ def test_numbers_that_its_update_cannot_read_are_refused(heads):
     head = read_head(write_head(heads / "b", 1.0, small), "b")
     with pytest.raises(SwapRefused, match="does not read scale of"):
         check_head(head, head, "EAGLE3")
+
+
+def test_the_watcher_swaps_and_takes_samples_of_what_is_counted(start, heads, tmp_path):
+    server = start(ranks=2)
+    watched = Watched(swapped=True)
+    output = tmp_path / "out"
+    output.mkdir()
+    watch = Watch(server.url, "", output, watched)
+    watch.sample("b")
+    for _ in range(3):
+        server.counters.update(spec_verify_calls=60, generation_tokens=170, num_requests=20)
+        watch.sample("b")
+    # Three times 60 passes, 150 tokens behind the first of each answer: a sample after the second.
+    assert watched.samples == [2.5]
+    assert watch.bring(heads / "b") and values(server) == [2.0, 2.0]
+    watch.close()
+    assert [row["event"] for row in load_jsonl(output / "journal.jsonl")] == [
+        "start",
+        "swap",
+        "stop",
+    ]
+
+
+def test_a_watcher_needs_a_page_of_metrics(start, tmp_path):
+    server = start()
+    server.counters = None
+    with pytest.raises(UserError, match=r"no page of metrics.*--enable-metrics"):
+        Watch(server.url, "", tmp_path, Watched())
