@@ -54,7 +54,7 @@ _RECENT = 12  # rounds that are compared with the running mean
 _SURE = 4.0  # standard deviations between the two that are not chance
 _SAMPLES = 9  # rounds per median
 _SLOWEST = 2.0  # a sample counts at most this many times what was expected
-_PERIOD = 4  # rounds between two decisions
+_PERIOD = 4  # rounds between two decisions, which read those rounds: most of the work of adapting
 _LIKELY = math.log(WORTH)  # least score of a match's nodes that may exceed a tree's budget
 _STEADY = 5  # passes that tell how fast the machine is now
 
@@ -190,21 +190,21 @@ class Adaptive:
         # A match may have more nodes than its tree's budget.
         self._most = np.maximum(self._budgets, spec.match)
         # [m, m]: the largest level that two levels contain.
+        every = np.arange(len(self.levels))
         known = np.zeros((spec.depth + 1, spec.budget + 1), int)
-        known[self._depths, self._budgets] = np.arange(len(self.levels))
+        known[self._depths, self._budgets] = every
         self._common = known[
             np.minimum.outer(self._depths, self._depths),
             np.minimum.outer(self._budgets, self._budgets),
         ]
+        self._contained = self._common == every  # [m, m]: what each level contains
         # A level's parent is the largest smaller level that it contains. Figures are kept as what a
         # level adds to its parent; `_sums` [m, m] is 1 where a level's figure includes another's
         # addition.
-        every = np.arange(len(self.levels))
         self._parents = np.zeros(len(self.levels), int)
         self._sums = np.eye(len(self.levels))
         for i in every[1:]:
-            contained = every[:i][self._common[i, :i] == every[:i]]
-            self._parents[i] = contained[-1]
+            self._parents[i] = every[:i][self._contained[i, :i]][-1]
             self._sums[i] += self._sums[self._parents[i]]
         # Per row: accepted tokens and drafted nodes [m], running means over `_weight` rows of
         # rounds, and what each level adds to its parent's.
@@ -215,6 +215,8 @@ class Adaptive:
         self._added = np.stack([self._accepted, self._nodes])  # [2, m]
         self._added[:, 1:] -= self._added[:, self._parents[1:]]
         self._weight = np.full(len(self.levels), float(_TRUST))
+        # Rounds at one level that `_learn` has not read yet: until the next decision.
+        self._unread: list[RoundReport] = []
         # Accepted tokens of recent rounds against the mean: their mean difference and variance.
         self._drift = 0.0
         self._variance = 1.0
@@ -248,6 +250,7 @@ class Adaptive:
 
     def _choose(self, rows: int, behind: int) -> tuple[int, int]:
         """The level of this round, perhaps a trial, and that of the next ones."""
+        self._learn()
         lowest = self._passes.lowest()
         if lowest is None:  # the largest tree that cannot take long
             first = self._largest(rows * (1 + self._budgets) <= max(_BLIND, 2 * rows))
@@ -284,7 +287,10 @@ class Adaptive:
             # While drafting is off, its trial also reads all that the drafter has missed.
             losses[best] = seconds[best] + float(self._reading.at(behind)) - plain
         elif turn == 0:  # the next best of another size, at almost no loss
-            trial = int(np.where(self._budgets == self._budgets[best], np.inf, paces).argmin())
+            others = self._budgets != self._budgets[best]
+            others[0] = False  # plain decoding has trials of its own
+            if others.any():
+                trial = int(np.where(others, paces, np.inf).argmin())
 
         kept = best if self._on else 0
         wanted = trial != best or not self._on
@@ -305,6 +311,7 @@ class Adaptive:
 
     def tokens(self, level: int) -> float:
         """Estimated tokens that a row commits per round at a level, bonus token included."""
+        self._learn()
         return 1.0 + float(self._accepted[level])
 
     def seconds(self, rows: int) -> np.ndarray:
@@ -354,7 +361,10 @@ class Adaptive:
                 if costs.lowest() is None:
                     costs.add(0, 0.0)  # no depth, no cost: where the curve begins
                 costs.add(done.spec.depth, done.draft_seconds / speed)
-            self._learn(level, done)
+            self._drafted += 1
+            if self._unread and self._unread[0].spec != done.spec:
+                self._learn()
+            self._unread.append(done)
         if math.isinf(self._credit):
             self._credit = _MOST * plain
         earned = _ALLOWANCE * plain
@@ -365,34 +375,42 @@ class Adaptive:
         # Debt is limited too: one very slow trial must not end all later ones.
         self._credit = min(max(self._credit + earned, -plain / 2), _MOST * plain)
 
-    def _learn(self, level: int, done: RoundReport) -> None:
-        """Updates the running means of every level from a round at one level."""
-        self._drafted += 1
+    def _learn(self) -> None:
+        """Updates the running means of every level from the rounds since the last time."""
+        if not self._unread:
+            return
+        level = self._index[self._unread[0].spec]
+        rows = 0
         accepted = np.zeros(len(self.levels))
         nodes = np.zeros(len(self.levels))
-        for tree, path in done.drafted:
-            own_accepted, own_nodes = smaller_parts(
-                tree, path, self._depths, self._budgets, self._most
-            )
-            accepted += own_accepted
-            nodes += own_nodes
-        contained = self._common[level] == np.arange(len(self.levels))  # [m] bool
-        self._weight = np.minimum(self._weight + done.rows * contained, _WINDOW)
-        seen = np.stack([accepted, nodes]) / done.rows  # [2, m]  # [2, m] per row
-        off = float(seen[0, level] - self._accepted[level])
+        for done in self._unread:
+            rows += done.rows
+            own = 0  # accepted tokens of the drafted trees
+            for tree, path in done.drafted:
+                own_accepted, own_nodes = smaller_parts(
+                    tree, path, self._depths, self._budgets, self._most
+                )
+                accepted += own_accepted
+                nodes += own_nodes
+                own += len(path)
+            # Recent rounds replace the mean where they differ from it by more than chance.
+            off = own / done.rows - float(self._accepted[level])
+            self._drift += (off - self._drift) / _RECENT
+            self._variance += (off**2 - self._variance) / (4 * _RECENT)
+        contained = self._contained[level]
+        self._weight = np.minimum(self._weight + rows * contained, _WINDOW)
+        seen = np.stack([accepted, nodes]) / rows  # [2, m] per row
         # What a level adds to its parent is learned, because chance in a round moves both alike.
-        rate = contained * np.minimum(done.rows / self._weight, 1)  # [m]
+        rate = contained * np.minimum(rows / self._weight, 1)  # [m]
         self._added += (seen - seen[:, self._parents] - self._added) * rate
-        # Recent rounds replace the mean where they differ from it by more than chance.
-        self._drift += (off - self._drift) / _RECENT
-        self._variance += (off**2 - self._variance) / (4 * _RECENT)
         # An exponential mean over n rounds has the variance v / (2 n - 1).
         if self._drift**2 > _SURE**2 * self._variance / (2 * _RECENT - 1):
             mean = max(float(self._accepted[level]), 1e-3)
             self._added[0] *= min(max((mean + self._drift) / mean, 0.25), 4.0)
-            self._weight = np.minimum(self._weight, _RECENT * done.rows)
+            self._weight = np.minimum(self._weight, _RECENT * rows / len(self._unread))
             self._drift = 0.0
         self._accepted, self._nodes = self._added @ self._sums.T  # [m] each
+        self._unread = []
 
 
 def smaller_parts(
