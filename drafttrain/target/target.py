@@ -551,7 +551,7 @@ class Target:
             return logits
         return torch.tanh(logits / self.softcap) * self.softcap
 
-    @without_grad
+    @torch.no_grad()
     def forward(
         self,
         input_ids: Tensor,
