@@ -1,6 +1,6 @@
 """vLLM's own EAGLE-3 classes on exported heads: what its loader takes, and what its layers compute, against our drafter.
 
-VLLM_PYTHON names the interpreter of an environment with vLLM (scripts/verify_vllm_cpu.sh makes one); no engine runs.
+VLLM_PYTHON names the interpreter of an environment with vLLM (scripts/verify_engines_cpu.sh makes one); no engine runs.
 """
 
 from __future__ import annotations
