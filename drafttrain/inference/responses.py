@@ -256,6 +256,7 @@ class _Run:
         refill = max(1, slots // 16)
         if self.prefix:
             self.prefix_row = engine.free.pop()
+            engine.cache.clear(self.prefix_row)  # an earlier call may have left tokens there
             self._reserve(len(self.prefix))
             tokens = torch.tensor(self.prefix, device=self.device)
             self.prefix_states = engine.read(self.prefix_row, tokens)
