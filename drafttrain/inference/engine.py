@@ -340,13 +340,15 @@ class Engine:
                 # [m] the token after each feature. The root is empty until the prompt's last piece
                 # is read.
                 follow = torch.cat((sequence.prompt[begin + 1 : end + 1], sequence.root))
-                wanted = sequence.drafts and not sequence.stats.finish
-                if self.drafter is not None and begin == 0 and wanted and sequence.session is None:
+                # A finished sequence may be resumed, by a session that has read all of it.
+                going = self.keep or not sequence.stats.finish
+                wanted = begin == 0 and sequence.drafts and going
+                if self.drafter is not None and wanted and sequence.session is None:
                     longest = len(sequence.prompt) + sequence.limit
                     sequence.session = self.drafter.start(sequence.prompt, longest)
                     if self._drafts is not None:
                         sequence.session.place(self._drafts, sequence.row)
-                if sequence.session is not None and not sequence.stats.finish:
+                if sequence.session is not None and going:
                     extended.append((sequence, follow, features))
                 if self._capture:
                     sequence.states.append(features.bfloat16())
