@@ -808,6 +808,7 @@ class Decoder:
             made[index].tokens += tokens
         return made
 
+    @torch.inference_mode(False)  # what outlives the call may be changed in any mode
     def stream(
         self,
         prompts: Items[Prompt],
@@ -869,6 +870,7 @@ class Decoder:
             sequences.append(sequence)
         return self._run(sequences)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _run(self, sequences: list[Sequence]) -> Generator[tuple[int, list[int]]]:
         # Leased here, not in `stream`: a generator that never starts is never closed.

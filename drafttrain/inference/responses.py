@@ -165,6 +165,7 @@ class ResponseEngine:
         self.rules = rules
         self.new_tokens = 0
 
+    @torch.inference_mode(False)  # what outlives the call may be changed in any mode
     @torch.no_grad()
     def run(
         self,
