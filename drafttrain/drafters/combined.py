@@ -255,10 +255,6 @@ class CombinedSession(JointSession):
     def place(self, steps: Steps, row: int) -> None:
         self.main.place(steps, row)
 
-    def extend(self, tokens: Tensor, features: Tensor) -> None:
-        self.main.extend(tokens, features)
-        self.side.extend(tokens, features)
-
     def probe(self) -> tuple[list[int], list[int]]:
         tokens: list[int] = []
         parents: list[int] = []

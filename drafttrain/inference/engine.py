@@ -115,7 +115,8 @@ class Engine:
         drafter, spec, pace: as in `Decoder`; nothing is drafted without a drafter.
         graphs: see `TargetSteps.lease`.
         observer: see `Decoder`.
-        keep: sessions read the last tokens of finished sequences too, from which `resume` goes on.
+        keep: sessions read the last tokens of finished sequences too, from which `resume` goes on;
+            no effect where passes are captured.
         capture: without a drafter, target states that `Sequence.states` collects; see
             `Target.forward`.
 
@@ -145,7 +146,6 @@ class Engine:
         self.drafter = drafter
         self.pace = pace
         self.observer = observer
-        self.keep = keep
         if spec is None:
             spec = TreeSpec.parse("none")
         self.spec = spec
@@ -182,6 +182,7 @@ class Engine:
                 pool = self._steps.pool
                 if drafter is not None:
                     self._drafts = self._steps.open_drafts(drafter, self.spec)
+        self.keep = keep and self._steps is None  # which belong to the next call
         self.clock = Clock(target.device, pool)
         # Drafting whose time is not known yet: sequences, mark before, mark behind.
         self._charges: list[tuple[Items[Sequence], Mark, Mark]] = []
@@ -193,11 +194,6 @@ class Engine:
         if self._steps is None:
             return self.cache.nbytes, str(self.cache)
         return self._steps.memory
-
-    @property
-    def captures(self) -> bool:
-        """Whether passes are captured in graphs, which the next call may need."""
-        return self._steps is not None
 
     @property
     def graph_failure(self) -> str:
@@ -340,13 +336,15 @@ class Engine:
                 # [m] the token after each feature. The root is empty until the prompt's last piece
                 # is read.
                 follow = torch.cat((sequence.prompt[begin + 1 : end + 1], sequence.root))
-                wanted = sequence.drafts and not sequence.stats.finish
-                if self.drafter is not None and begin == 0 and wanted and sequence.session is None:
+                # A finished sequence may be resumed, by a session that has read all of it.
+                going = self.keep or not sequence.stats.finish
+                wanted = begin == 0 and sequence.drafts and going
+                if self.drafter is not None and wanted and sequence.session is None:
                     longest = len(sequence.prompt) + sequence.limit
                     sequence.session = self.drafter.start(sequence.prompt, longest)
                     if self._drafts is not None:
                         sequence.session.place(self._drafts, sequence.row)
-                if sequence.session is not None and not sequence.stats.finish:
+                if sequence.session is not None and going:
                     extended.append((sequence, follow, features))
                 if self._capture:
                     sequence.states.append(features.bfloat16())
@@ -806,6 +804,7 @@ class Decoder:
             made[index].tokens += tokens
         return made
 
+    @torch.inference_mode(False)  # what outlives the call may be changed in any mode
     def stream(
         self,
         prompts: Items[Prompt],
@@ -867,6 +866,7 @@ class Decoder:
             sequences.append(sequence)
         return self._run(sequences)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _run(self, sequences: list[Sequence]) -> Generator[tuple[int, list[int]]]:
         # Leased here, not in `stream`: a generator that never starts is never closed.
@@ -906,7 +906,7 @@ class Decoder:
                             engine.release(sequence)
                 self.capture_seconds = engine.clock.captured - before
             self.memory = max(self.memory, engine.memory)
-        if keeps and not engine.captures:
+        if keeps and engine.keep:
             whole = torch.tensor(text, device=self.target.device)
             self._kept = Kept(engine, sequences[0], whole)
 

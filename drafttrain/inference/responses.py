@@ -165,6 +165,7 @@ class ResponseEngine:
         self.rules = rules
         self.new_tokens = 0
 
+    @torch.inference_mode(False)  # what outlives the call may be changed in any mode
     @torch.no_grad()
     def run(
         self,
@@ -256,6 +257,7 @@ class _Run:
         refill = max(1, slots // 16)
         if self.prefix:
             self.prefix_row = engine.free.pop()
+            engine.cache.clear(self.prefix_row)  # an earlier call may have left tokens there
             self._reserve(len(self.prefix))
             tokens = torch.tensor(self.prefix, device=self.device)
             self.prefix_states = engine.read(self.prefix_row, tokens)

@@ -390,6 +390,7 @@ class TextStream:
         self._ids: list[int] = []
         self._context = 0  # ids from here on are decoded together
         self._done = 0  # ids before this one are in the text
+        self._early = 0  # characters of later ids that are in the text
         self._given = 0  # characters that `take` has returned
 
     def push(self, tokens: Items[int]) -> int:
@@ -432,10 +433,16 @@ class TextStream:
         old = self._read(self._ids[self._context : self._done])
         new = self._read(self._ids[self._context :])
         # A replacement character at the end: the character's other tokens are still to come.
-        if complete or (len(new) > len(old) and not new.endswith("\N{REPLACEMENT CHARACTER}")):
-            self.text += new[len(old) :]
+        whole = new
+        if not complete:
+            whole = new.rstrip("\N{REPLACEMENT CHARACTER}")
+        part = whole[len(old) + self._early :]
+        self.text += part
+        self._early += len(part)
+        if complete or (len(new) > len(old) and whole == new):
             self._context = self._done
             self._done = len(self._ids)
+            self._early = 0
 
     def _read(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.static_draft import DraftSteps, SlotAttention
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.graphs import BUCKETS, Captured, GraphPool, PlanBuffers, step_shape
@@ -198,8 +199,9 @@ class TargetSteps:
     def open_drafts(self, drafter: Drafter, spec: TreeSpec) -> DraftSteps | None:
         """The drafter's static steps, an earlier call's if they fit; None if passes are dynamic."""
         weights: tuple[int, ...] = ()
-        if isinstance(drafter, nn.Module):
-            weights = _addresses(drafter)
+        main, _ = parts_of(drafter)
+        if isinstance(main, nn.Module):
+            weights = _addresses(main)
         last: DraftSteps | None = None
         if self._drafts is not None:
             known, last_steps = self._drafts

@@ -179,14 +179,6 @@ class Verifier:
         self.text = text
         self.uniforms = uniforms
 
-    def verify(self, tree: TokenTree, logits: Tensor) -> Verdict:
-        """Accepts a path of a tree of n nodes.
-
-        Args:
-            logits: [n+1, v] of the target at the root and at each node.
-        """
-        return verify_batch([self], [tree], logits)[0]
-
 
 def verify_batch(
     verifiers: Sequence[Verifier],

@@ -390,7 +390,7 @@ class CpuPlan:
         if cpu_kernels() is None:
             return None
         for _, layout in parts:
-            if not _fits(layout):
+            if layout.parents is not None and layout.held + layout.count > _KERNEL_TOKENS:
                 return None
         return CpuPlan(parts)
 
@@ -538,11 +538,6 @@ class CpuPlan:
             raise ValueError(
                 f"window={window}, softcap={softcap} may not be negative; sinks must be [{heads}] on the CPU"
             )
-
-
-def _fits(layout: TreeLayout) -> bool:
-    """Whether the CPU kernel serves a tree of this size."""
-    return layout.parents is None or layout.held + layout.count <= _KERNEL_TOKENS
 
 
 def _in_blocks(

@@ -90,6 +90,7 @@ class TreeCache:
         shifts: position of each row's next token less its index: images may take fewer positions
             than tokens.
         base: positions that are dropped; slot 0 holds the next one.
+        opened: row and layout of each part of the announced forward.
         nbytes: bytes of all buffers, which the first forward allocates.
     """
 
@@ -114,18 +115,13 @@ class TreeCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._mover: SlotMover | None = None  # of the present buffers
         self._addresses: Addresses | None = None  # of the present buffers
-        # The announced forward: its parts, and what attention derives from them on first use.
-        self._open: list[tuple[int, TreeLayout]] = []
+        # The announced forward, and what attention derives from it on first use.
+        self.opened: list[tuple[int, TreeLayout]] = []
         self._slots: Tensor | None = None
         self._plan: PackedPlan | None = None
         self._plan_device: torch.device | None = None
         self._cpu_plan: CpuPlan | None = None
         self._planned = False  # whether `_cpu_plan` was made
-
-    @property
-    def opened(self) -> list[tuple[int, TreeLayout]]:
-        """Row and layout of each part of the announced forward."""
-        return self._open
 
     @property
     def nbytes(self) -> int:
@@ -236,7 +232,7 @@ class TreeCache:
         named = [row for row, _ in new]
         if len(set(named)) < len(named) or not all(0 <= row < self.rows for row in named):
             raise ValueError(f"rows={named} must be distinct numbers from 0 to {self.rows - 1}")
-        self._open = []
+        self.opened = []
         self._slots = None
         self._plan = None
         self._cpu_plan = None
@@ -255,12 +251,12 @@ class TreeCache:
                     f"{layout.held + layout.count} are needed; use a smaller tree or fewer new tokens"
                 )
             layout.base = self.base + self.shifts[row]
-            self._open.append((row, layout))
-        return [layout for _, layout in self._open]
+            self.opened.append((row, layout))
+        return [layout for _, layout in self.opened]
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         """[1, N] int64 position ids of the announced forward."""
-        parts = [layout.positions() for _, layout in self._open]
+        parts = [layout.positions() for _, layout in self.opened]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return joined.to(device)
 
@@ -290,7 +286,7 @@ class TreeCache:
         keys, values = self._buffers(layer, key, value)
 
         if query.shape[2] != key.shape[2]:
-            counts = [layout.count for _, layout in self._open]
+            counts = [layout.count for _, layout in self.opened]
             if counts != [key.shape[2]] or query.shape[2] > key.shape[2]:
                 raise ValueError(
                     f"{query.shape[2]} queries of {key.shape[2]} keys: parts have {counts} new tokens"
@@ -319,8 +315,8 @@ class TreeCache:
     ) -> None:
         """Stores keys and values [1, kv_heads, N, e] of the announced tokens."""
         keys, values = self._buffers(layer, key, value)
-        if len(self._open) == 1:
-            row, layout = self._open[0]
+        if len(self.opened) == 1:
+            row, layout = self.opened[0]
             end = row * self.capacity + layout.end
             begin = end - layout.count
             keys[:, begin:end] = key[0]
@@ -342,7 +338,7 @@ class TreeCache:
     def cpu_plan(self) -> CpuPlan | None:
         """The CPU kernel's plan of the announced forward; None if the kernel does not serve it."""
         if not self._planned:
-            parts = [(row * self.capacity, layout) for row, layout in self._open]
+            parts = [(row * self.capacity, layout) for row, layout in self.opened]
             self._cpu_plan = CpuPlan.build(parts)
             self._planned = True
         return self._cpu_plan
@@ -425,7 +421,7 @@ class TreeCache:
         query, new_keys, new_values = new
         dtype = query.dtype
         keys, values = self._layers[layer]
-        opened = self._open
+        opened = self.opened
         few = all(layout.count <= _KERNEL_TOKENS and not layout.held for _, layout in opened)
         if query.shape[2] < new_keys.shape[2]:
             ((row, layout),) = opened
@@ -433,8 +429,8 @@ class TreeCache:
         elif _on_gpu(query) and few:
             # A spread target has layers on several devices.
             if self._plan is None or self._plan_device != query.device:
-                rows = [row for row, _ in self._open]
-                layouts = [layout for _, layout in self._open]
+                rows = [row for row, _ in self.opened]
+                layouts = [layout for _, layout in self.opened]
                 self._plan_device = query.device
                 self._plan = PackedPlan.build(layouts, rows, query.device)
             keys, values = self.by_row(layer)
@@ -471,7 +467,7 @@ class TreeCache:
         """[N] int64 slots of the announced tokens on the common axis; the same for all layers."""
         if self._slots is None:
             parts = []
-            for row, layout in self._open:
+            for row, layout in self.opened:
                 start = row * self.capacity + layout.prefix_len + layout.held
                 parts.append(torch.arange(start, start + layout.count))
             self._slots = torch.cat(parts).to(device)
@@ -503,7 +499,7 @@ class TreeCache:
             kept: per part the tokens' indices, ascending.
         """
         moves: list[tuple[int, list[int]]] = []
-        for (row, layout), indices in zip(self._open, kept, strict=True):
+        for (row, layout), indices in zip(self.opened, kept, strict=True):
             # The indices ascend, so their ends tell whether all are within the part.
             if indices and not 0 <= indices[0] <= indices[-1] < layout.held + layout.count:
                 raise ValueError(

@@ -25,7 +25,7 @@ from drafttrain.target.target import Target, Tokenizer
 def borrowed(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
     """A target of a model as it is now, which is then left as it was found.
 
-    Training mode and `requires_grad` of every part, attention and hooks are put back.
+    Training mode and `requires_grad` of every part, attention, experts and hooks are put back.
 
     Args:
         policy: a transformers model, also wrapped by PEFT or DDP.
@@ -44,6 +44,7 @@ def borrowed(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
     frozen = [weight for weight in model.parameters() if not weight.requires_grad]
     body = find_body(model)
     attention = body.config._attn_implementation
+    experts = model.config._experts_implementation
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     target: Target | None = None
     try:
@@ -56,6 +57,8 @@ def borrowed(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
                 hook.remove()
         if body.config._attn_implementation != attention:
             body.set_attn_implementation(attention)
+        if model.config._experts_implementation != experts:
+            model.config._experts_implementation = experts
         torch.backends.cuda.enable_cudnn_sdp(cudnn)  # a setting of the whole process
         model.requires_grad_(True)
         for weight in frozen:

@@ -60,7 +60,7 @@ def most_captured(model: PreTrainedModel, name: str) -> int | None:
     config = model.config.get_text_config()
     kernel = torch.cuda.get_device_capability(model.device)[0] in (9, 10)
     quantized = getattr(model.config, "quantization_config", None) is not None
-    if config._experts_implementation != "grouped_mm" or quantized:
+    if config._experts_implementation not in ("grouped_mm", FEW) or quantized:
         return None
     # Expert modules of transformers have this attribute.
     mixtures = [part for part in model.modules() if hasattr(part, "_is_expert_parallel")]

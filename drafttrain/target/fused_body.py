@@ -55,17 +55,16 @@ class FusedLayer:
     """A pre-norm decoder layer as its modules and the forms of its norms.
 
     Attributes:
-        mlp: run as it is, unless it is `gated`.
+        mlp: run as it is, unless it is of gate, up and down.
         form: how the layer attends.
-        gated: the MLP, if it is of gate, up and down; `gelu` is its activation.
+        gelu: whether that is the activation of a gated MLP, not SiLU; None for another MLP.
         attended_norm, mlp_out_norm: of what attention and MLP add (Gemma), before it is added.
     """
 
     attention: AttentionModule
     mlp: nn.Module
     form: AttentionForm
-    gated: GatedMLP | None
-    gelu: bool
+    gelu: bool | None
     input_norm: NormForm
     mlp_norm: NormForm
     attended_norm: NormForm | None
@@ -88,15 +87,11 @@ class FusedLayer:
         gelu = None
         if {name for name, _ in parts.mlp.named_children()} == MLP_PARTS:
             gelu = is_gelu(parts.mlp.get_submodule("act_fn"))
-        gated = None
-        if gelu is not None:
-            gated = cast(GatedMLP, parts.mlp)
         return FusedLayer(
             parts.attention,
             parts.mlp,
             form,
-            gated,
-            bool(gelu),
+            gelu,
             **by_role(norms),
         )
 
@@ -136,9 +131,9 @@ class FusedLayer:
         return added
 
     def _transform(self, read: Tensor) -> Tensor:
-        gated = self.gated
-        if gated is not None:
-            return gated.down_proj(gate(gated.gate_proj(read), gated.up_proj(read), self.gelu))
+        if self.gelu is not None:
+            mlp = cast(GatedMLP, self.mlp)
+            return mlp.down_proj(gate(mlp.gate_proj(read), mlp.up_proj(read), self.gelu))
         out = self.mlp(read[None])
         if isinstance(out, tuple):  # a mixture of experts may return its router's scores, too
             out = out[0]
@@ -272,7 +267,7 @@ def _reproduced(
         added = layer.forward(index, given, read, at, CausalRows(PROOF_TOKENS))
         agree = _agree(given + added, states[:, index + 1], states[:, index])
         # Rounding may send a token to other experts.
-        share = 1.0 if layer.gated is not None or first.dtype == torch.float32 else 0.5
+        share = 1.0 if layer.gelu is not None or first.dtype == torch.float32 else 0.5
         if agree.float().mean() < share:
             return False
     last = want.last_hidden[0]

@@ -227,8 +227,6 @@ def select_features(
     wanted: list[int],
 ) -> Tensor:
     """[n, f*h] from the inputs of the wanted layers [n, wanted, h] and the normed state [n, h]."""
-    if not feature_layers:
-        return last[:, :0]
     if list(feature_layers) == wanted:
         return caught.flatten(1)
     parts = [last if layer == LAST else caught[:, wanted.index(layer)] for layer in feature_layers]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
+from drafttrain.drafters.common import context_tokens
 from drafttrain.drafters.common.context_tokens import ContextTokens, ContextVocabulary
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
@@ -124,3 +128,17 @@ def test_a_head_of_its_own_gets_no_tokens_and_refuses_a_number():
     assert kind.joins_tokens
     kind.uses_text = False
     assert not kind.joins_tokens and kind.start(KEPT[:4], 9).text is None
+
+
+def test_threads_that_begin_together_find_the_same_head(monkeypatch):
+    target = make_target()
+    context = ContextVocabulary(target, KEPT, 4)
+    head = target.head_weight.detach()[KEPT]
+    together = threading.Barrier(2, timeout=20)
+    fit = context_tokens._fit
+    monkeypatch.setattr(context_tokens, "_fit", lambda *args: (together.wait(), fit(*args))[1])
+    with ThreadPoolExecutor(2) as pool:
+        opened = list(pool.map(context.open, (head, head)))
+    for text in opened:
+        text.read([1])
+        assert text.ids.tolist() == [*KEPT, 1]

@@ -14,6 +14,7 @@ from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.inference.sequence import Mark
 from drafttrain.ops import sampling
 from drafttrain.target import Target, experts
+from drafttrain.target.borrowed import borrowed
 from tests.conftest import has_gpu
 from tests.data.seeing import picture
 from tests.drafters import contract
@@ -199,6 +200,19 @@ def test_grouped_products_stay_where_torch_has_a_kernel(gpu, caplog):
     target = Target.wrap(copy.deepcopy(reference).to("cuda", torch.bfloat16), None)
     assert target.most_captured is None and not caplog.messages
     assert target.config._experts_implementation == "grouped_mm"
+
+
+@pytest.mark.thorough
+def test_experts_of_a_model_that_is_wrapped_again(request):
+    policy = copy.deepcopy(family("mixtral")[1])
+    request.getfixturevalue("gpu").capability = (8, 0)
+    policy = policy.to("cuda")
+    for _ in range(2):
+        with borrowed(policy, None) as target:
+            assert target.most_captured is not None
+        assert policy.config._experts_implementation == "grouped_mm"
+    bounds = {Target.wrap(policy, None).most_captured for _ in range(2)}
+    assert bounds == {target.most_captured}
 
 
 def plain_tokens(target, prompts, rows):

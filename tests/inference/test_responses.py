@@ -5,6 +5,7 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from drafttrain.errors import UserError
+from drafttrain.inference import static
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
 from drafttrain.ops.sampling import SamplingParams, sample
 from drafttrain.ops.tree_cache import TreeCache
@@ -327,3 +328,15 @@ def test_sampler_edges():
     assert sample(logits, SamplingParams(0.0)).tolist() == [3, 599, 256, 255]
     ties = torch.tensor([[0.0, 2.0, 2.0]])
     assert sample(ties, SamplingParams(0.0)).tolist() == [1]
+
+
+def test_a_prefix_is_not_that_of_an_earlier_run(monkeypatch):
+    """Captured passes keep their cache between runs."""
+    monkeypatch.setattr(static, "_serves", lambda device: True)
+    target = make_target(layers=2)
+    for first in (1, 50):
+        prompts = make_prompts(4, [256, *range(first, first + 30)])
+        requests = [ResponseRequest(str(i), prompt, 6, {257}) for i, prompt in enumerate(prompts)]
+        for key, done in run(target, requests, slots=3).items():
+            assert done.tokens == hf_greedy(target, prompts[int(key)], 6, [257])
+    assert len(target.idle_steps) == 1

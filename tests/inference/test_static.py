@@ -22,7 +22,7 @@ from tests.inference.captured import (
     decode,
     on_gpu,
 )
-from tests.inference.fakes import ANY, FakeBatch, family
+from tests.inference.fakes import ANY, FakeBatch, FakeDrafter, family
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -155,6 +155,21 @@ def test_cache_and_steps_outlive_a_call(on_cpu):
     target.model.lm_head.weight.data = target.model.lm_head.weight.data.clone()
     assert decode(target, None, PROMPTS, True) == want
     assert target.idle_steps and target.idle_steps[0] is not steps
+
+
+def test_a_call_in_inference_mode_leaves_what_any_call_may_use(on_cpu):
+    target, _ = family("gpt2")  # its passes are torch's
+    target.idle_steps.clear()
+    text = list(PROMPTS[0])
+    options = {"sampling": SamplingParams(repetition_penalty=1.2), "eos_ids": ()}
+    (want,) = Decoder(target, None, graphs=False, **options).generate([text], max_new_tokens=24)
+    drafter = FakeDrafter(None, nodes=4)
+    decoder = Decoder(target, drafter, spec=ANY, graphs=True, **options)
+    for count in (8, 16):
+        with torch.inference_mode(count == 8):
+            text += decoder.generate([text], max_new_tokens=count)[0].tokens
+    assert text == PROMPTS[0] + want.tokens
+    target.idle_steps.clear()
 
 
 def test_an_outgrown_cache_doubles_as_far_as_the_target_reads():

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.drafters.registry import kind_class
 from drafttrain.inference import Decoder, SamplingParams, static, verify
 from tests.conftest import make_target
@@ -133,3 +135,16 @@ def test_choices_at_all_nodes_are_those_of_a_walk(spec, sampling, monkeypatch):
     monkeypatch.setattr(verify._Walk, "choices_ahead", lambda walk: calls.append(1) or ahead(walk))
     assert decode(target, drafter, spec, 3, False, sampling) == want
     assert calls
+
+
+def test_steps_of_weights_that_moved_are_not_used(used):
+    target = make_target(hidden=32)
+    main = build("eagle3", target)
+    for drafter in (main, CombinedDrafter(main, NgramDrafter(min_n=2))):
+        kept = []
+        for _ in range(3):
+            decode(target, drafter, "chain:3", 2, True)
+            kept.append(target.idle_steps[0]._drafts[1])
+            if len(kept) == 2:
+                main.lm_head.weight.data = main.lm_head.weight.data.clone()
+        assert kept[0] is kept[1] and kept[2] is not kept[1]

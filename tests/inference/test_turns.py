@@ -92,3 +92,20 @@ def test_answers_that_end_early_are_continued(options):
             whole += [*own.tokens, 5]
     if "eos_ids" in options:
         assert finishes == {"eos", "length"}
+
+
+def test_a_drafter_reads_the_prompt_of_an_answer_that_ends_with_its_first_token():
+    target, _ = family("llama")
+    drafter = FakeDrafter(None, nodes=4, feature_layers=(1, 3))
+    decoder = Decoder(target, drafter, spec=ANY, eos_ids=(), keep=True)
+    text = list(OPENING)
+    text += [*decoder.generate([text], max_new_tokens=NEW)[0].tokens, 7, 8, 7]
+    decoder.eos_ids = frozenset(range(target.vocab_size))
+    (ended,) = decoder.generate([text], max_new_tokens=NEW)
+    assert ended.stats.finish == "eos" and len(ended.tokens) == 1
+    decoder.eos_ids = frozenset()
+    text += [*ended.tokens, 5]
+    text += decoder.generate([text], max_new_tokens=NEW)[0].tokens
+    assert drafter.tokens == text[: len(drafter.tokens)]
+    want = target.forward(torch.tensor([drafter.tokens[:-1]]), (1, 3)).features[0]
+    torch.testing.assert_close(torch.cat(drafter.features), want, atol=1e-4, rtol=1e-4)

@@ -40,6 +40,10 @@ def parts(verdict):
     return verdict.path, verdict.tokens, verdict.ended
 
 
+def verified(one, tree, logits):
+    return parts(verify_batch([one], [tree], logits)[0])
+
+
 @pytest.mark.parametrize(
     ("choices", "path", "tokens"),
     [
@@ -56,20 +60,20 @@ def test_walks_the_targets_choices(choices, path, tokens):
     )
     for tree in (TREE, drawn):
         for sampling in (SamplingParams(), HOT):
-            verdict = verifier(sampling).verify(tree, choosing(*choices))
-            assert parts(verdict) == (path, tokens, False)
+            found = verified(verifier(sampling), tree, choosing(*choices))
+            assert found == (path, tokens, False)
 
 
 def test_eos_inside_the_path_cuts_it_and_there_is_no_bonus():
-    assert parts(verifier(eos={3}).verify(TREE, choosing(3, 7, 1, 1, 1, 1))) == ([0], [3], True)
+    assert verified(verifier(eos={3}), TREE, choosing(3, 7, 1, 1, 1, 1)) == ([0], [3], True)
 
 
 def test_eos_as_bonus_ends():
-    assert parts(verifier(eos={9}).verify(TREE, choosing(3, 9, 1, 1, 1, 1))) == ([0], [3, 9], True)
+    assert verified(verifier(eos={9}), TREE, choosing(3, 9, 1, 1, 1, 1)) == ([0], [3, 9], True)
 
 
 def test_an_empty_tree_is_a_plain_step():
-    assert parts(verifier(eos={9}).verify(TokenTree.empty(), choosing(4))) == ([], [4], False)
+    assert verified(verifier(eos={9}), TokenTree.empty(), choosing(4)) == ([], [4], False)
 
 
 def random_tree(generator, drawn):
@@ -111,9 +115,7 @@ def test_a_batch_gives_each_sequence_what_it_gets_alone(sampling, drawn):
         logits = [2 * torch.randn(len(tree) + 1, 10, generator=generator) for tree in trees]
         for tree, rows in zip(trees, logits, strict=True):
             rows[[parent + 1 for parent in tree.parents], tree.tokens] += 2
-        want = [
-            parts(v.verify(tree, rows)) for v, tree, rows in zip(alone, trees, logits, strict=True)
-        ]
+        want = list(map(verified, alone, trees, logits))
         assert [
             parts(verdict) for verdict in verify_batch(together, trees, torch.cat(logits))
         ] == want
@@ -189,9 +191,9 @@ def test_q_may_cover_a_part_of_the_vocabulary():
     logits = torch.full((2, 10), -50.0)
     logits[:, 9] = 0
     for seed in range(5):
-        assert parts(verifier(HOT, seed=seed).verify(tree, logits)) == ([], [9], False)
+        assert verified(verifier(HOT, seed=seed), tree, logits) == ([], [9], False)
     logits[:, 2] = 30
-    assert verifier(HOT).verify(tree, logits).path == [0]
+    assert verified(verifier(HOT), tree, logits)[0] == [0]
 
 
 PROMPT = [5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9]

@@ -68,7 +68,7 @@ class HitRates:
         """Probability that a child of a kind is right."""
         counts = self.seen.get(kind)
         if counts is None:
-            return self.belief * believed / self.belief
+            return believed
         return (counts[1 + rank] + self.belief * believed) / (counts[0] + self.belief)
 
     def add(self, kind: Hashable, rank: int | None) -> None:

@@ -41,8 +41,8 @@ class ContextVocabulary:
         self.target = target
         self.kept_ids = kept_ids
         self.limit = limit
-        self._head: tuple[int, int] | None = None  # address and version of the fitted weights
-        self._fit: tuple[float, Tensor] | None = None  # scale, shift [h]
+        # Address and version of the fitted weights, and their scale and shift [h] if they are related.
+        self._fit: tuple[tuple[int, int] | None, tuple[float, Tensor] | None] = (None, None)
 
     def open(self, head: Tensor) -> ContextTokens | None:
         """The tokens of a new sequence, none yet; None where none may join.
@@ -81,18 +81,20 @@ class ContextVocabulary:
         if self.target.head_bias is not None or theirs.shape[1] != head.shape[1]:
             return "the target's head has a bias or another width"
         state = (head.data_ptr(), head._version)
-        if self._head != state:
-            self._head = state
-            self._fit = _fit(theirs.detach()[self.kept_ids].float(), head.float())
-        if self._fit is None:
+        known, fit = self._fit
+        if known != state:
+            fit = _fit(theirs.detach()[self.kept_ids].float(), head.float())
+            self._fit = (state, fit)  # at once, as other threads may read it
+        if fit is None:
             return "the drafter's head did not begin as the target's"
         return ""
 
     @torch.no_grad()
     def rows(self, tokens: list[int]) -> Tensor:
         """Head rows [m, h] float32 of tokens that are not kept."""
-        assert self._fit is not None, "`open` comes first"
-        scale, shift = self._fit
+        _, fit = self._fit
+        assert fit is not None, "`open` comes first"
+        scale, shift = fit
         return torch.add(shift, self.target.head_weight.detach()[tokens].float(), alpha=scale)
 
 
