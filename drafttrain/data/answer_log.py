@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -28,11 +29,13 @@ from drafttrain.data.chat import ChatInputs
 from drafttrain.data.masks import answer_record
 from drafttrain.data.row_formats import parse_row
 from drafttrain.errors import UserError, reason_of, shown
-from drafttrain.files import Json, append_line, check_json, parse_line
+from drafttrain.files import Json, append_line, check_json, parse_line, upgrade
 from drafttrain.inference.sequence import Generation
 from drafttrain.target import Target
 
-HEAD = 4096  # bytes at a log's start by which it is recognized under another name
+# Bytes at a log's start by which it is recognized under another name. Lines may begin with one
+# system prompt, so they hold several.
+HEAD = 65_536
 LONGEST = 64_000_000  # bytes of a line
 _PACKED = (".gz", ".zst", ".xz", ".bz2")  # rotated logs that are compressed are not read
 _FIX = "see the forms in docs/how-to/adapt.md"
@@ -95,6 +98,7 @@ class AnswerLog:
     def __init__(self, path: str | Path, most_bytes: int = 100_000_000):
         self.path = Path(path).expanduser()
         self.most_bytes = most_bytes
+        self._turn = threading.Lock()  # the file changes while it is rotated
         self._file = self._open()
 
     def _open(self) -> int:
@@ -102,15 +106,6 @@ class AnswerLog:
 
     def add(self, prompt_ids: Sequence[int], answer: Generation) -> None:
         """Appends one answer; follows a file that another program has renamed."""
-        held = os.fstat(self._file)
-        # Another program may have rotated the log.
-        is_ours = self._is_at_path(held)
-        if is_ours and held.st_size >= self.most_bytes:
-            os.replace(self.path, self.path.with_name(self.path.name + ".1"))
-            is_ours = False
-        if not is_ours:
-            os.close(self._file)
-            self._file = self._open()
         row = {
             "time": round(time.time(), 3),
             "prompt_token_ids": [int(token) for token in prompt_ids],
@@ -118,7 +113,19 @@ class AnswerLog:
             "finish_reason": "stop" if answer.stats.ended else "length",
             "accepted_length": round(answer.stats.accepted_length, 3),
         }
-        append_line(self._file, row)
+        with self._turn:
+            self._rotate()
+            append_line(self._file, row)
+
+    def _rotate(self) -> None:
+        """Renames a file that is full, and opens the one at the path."""
+        held = os.fstat(self._file)
+        # One of several processes renames it: the others' next file is the new one.
+        if held.st_size >= self.most_bytes and upgrade(self._file) and self._is_at_path(held):
+            os.replace(self.path, self.path.with_name(self.path.name + ".1"))
+        if not self._is_at_path(held):
+            os.close(self._file)
+            self._file = self._open()
 
     def _is_at_path(self, held: os.stat_result) -> bool:
         """Whether the file is still found by its name."""
@@ -289,16 +296,16 @@ class LogReader:
                 elif len(line) < LONGEST:
                     break
                 at += len(line)
-        if at > place["offset"]:
+            if at == place["offset"]:
+                return
             # Keep the hash of a longer beginning, by which the log is recognized next time.
-            size = min(at, HEAD)
-            if len(head) < size:
-                head = path.open("rb").read(size)
+            file.seek(0)
+            head = file.read(min(at, HEAD))
             self.places = [p for p in self.places if p is not place]
             self.places.append(
                 Place(
-                    head=_hash(head[:size]),
-                    length=size,
+                    head=_hash(head),
+                    length=len(head),
                     offset=at,
                 )
             )
