@@ -70,6 +70,7 @@ _FALL = 0.95  # of the logged accepted length, which spends the whole allowance
 _JUDGES = 32  # newest held-out answers that judge a round
 _STAGE_ROWS = 64  # answers of a stage
 _RECORDED = 50  # rounds and unusable lines in the state
+_FIRST_DATA = 2**40  # first index of rows of the first data; below are numbers of answers
 _FIX = "delete the file to begin again"
 
 
@@ -261,7 +262,10 @@ class Adapter:
         rows = []
         for number in self.random.sample(range(len(records)), count):
             record = records[number]
-            rows.append(cut_row(record["tokens"], record["spans"], -1, self.args.max_length))
+            index = _FIRST_DATA + number
+            row = cut_row(record["tokens"], record["spans"], index, self.args.max_length)
+            if row["spans"]:
+                rows.append(row)
         return rows
 
     # -- allowance ---------------------------------------------------------------------------------
