@@ -145,10 +145,9 @@ class Follower:
             UserError: no rollout has two tokens of an answer, or ids beyond the vocabulary.
         """
         chance = random.Random(f"{self.seed} {self.taken}")
-        devices = []
-        if self.head.device.type == "cuda":
-            devices = [self.head.device]
-        with self._target() as target, torch.random.fork_rng(devices):
+        # Seeding reaches every GPU, also one to which the policy has moved.
+        gpus = range(torch.cuda.device_count())
+        with self._target() as target, torch.random.fork_rng(gpus):
             if target.device != self.head.device:  # a trainer has moved the policy
                 self.head.to(target.device)  # type: ignore[arg-type]
                 optimizer = self.training.optimizer

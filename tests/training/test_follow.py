@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ PROMPTS = [[5, 6, 7 + number, 8] for number in range(12)]
 
 
 def moved(seed: int = 0, by: float = 0.02):
-    """A policy whose weights have moved, in training mode, with one frozen weight."""
+    """A policy whose weights have moved, in training mode, with one frozen weight, and one that has no gradient."""
     policy = make_target().model
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -31,6 +32,8 @@ def moved(seed: int = 0, by: float = 0.02):
     policy.requires_grad_(True).train()
     policy.model.norm.weight.requires_grad_(False)
     policy.model.layers[1].eval()
+    whole = torch.zeros(2, dtype=torch.uint8)  # as quantized weights are
+    policy.lm_head.register_parameter("whole", torch.nn.Parameter(whole, requires_grad=False))
     return policy
 
 
@@ -74,6 +77,15 @@ def test_a_followed_head_improves_and_the_policy_is_untouched(head_folder):
     assert made.steps == follower.taken == 40
     assert sum(made.loss[-5:]) < 0.5 * sum(made.loss[:5])
     assert passes(policy, follower) < 0.8 * stale
+
+
+def test_the_random_numbers_of_all_gpus_are_as_before(head_folder, monkeypatch):
+    follower = Follower(str(head_folder), moved(), make_tokenizer(), steps=1)
+    kept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda gpus: kept.extend(gpus) or nullcontext())
+    follower.follow([([5, 6, 7, 8], 1)])
+    assert kept == [0, 1]  # the policy may be on another one than the head was
 
 
 def test_a_head_is_judged_before_it_learns_and_a_worse_one_goes_back(head_folder):
