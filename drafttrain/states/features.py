@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if share.world > 1:
         rank = share.rank
     with OutputFolder(root, "generate", key="data", rank=rank) as output:
-        if args.overwrite and share.world == 1:
+        if args.overwrite:
             output.set_aside("features/part-*.safetensors", "features/features.json")
         try:
             with ExitStack() as stack:
@@ -123,6 +123,11 @@ def check_backend(args: argparse.Namespace, share: Share) -> None:
     Raises:
         UserError: flags of both, or a flag of vLLM that is set here.
     """
+    if args.overwrite and share.world > 1:
+        raise UserError(
+            "overwrite=True with several processes deletes the others' work; delete DATA/features "
+            "yourself"
+        )
     local = args.backend == "local"
     given = {"url": args.url, "states_dir": args.states_dir, "flags behind --": args.flags}
     for key, value in given.items():
