@@ -237,7 +237,8 @@ class Logs:
         self.add_tokens()
         figures["total_flos"] = self.state.total_flos
         if done:
-            figures["train_loss"] = (self.losses + self.loss.item()) / done
+            loss = self.accelerator.gather(self.loss).mean().item()  # over ranks, as in logs
+            figures["train_loss"] = (self.losses + loss) / done
         self.write(figures)
         self.tell("on_train_end")
 
