@@ -39,7 +39,8 @@ HEAD = 65_536
 LONGEST = 64_000_000  # bytes of a line
 _PACKED = (".gz", ".zst", ".xz", ".bz2")  # rotated logs that are compressed are not read
 _FIX = "see the forms in docs/how-to/adapt.md"
-_PLACES = 100  # logs whose positions are kept
+_PLACES = 100  # positions that are kept, of logs that are away too
+_DIGITS = 32  # of the hash of a beginning
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
@@ -262,7 +263,8 @@ class LogReader:
         lines = deque[tuple[str, Path, bytes]](maxlen=most)
         count = 0
         try:
-            for path in self._files():
+            files = self._files()
+            for path in files:
                 for where, line in self._new_lines(path):
                     count += 1
                     lines.append((where, path, line))
@@ -270,7 +272,8 @@ class LogReader:
             raise UserError(
                 f"log={str(self.path)!r} cannot be read ({reason_of(error)}); check --log"
             ) from error
-        self.places = self.places[-_PLACES:]
+        # Those of the logs that are here are the last ones.
+        self.places = self.places[-max(_PLACES, len(files)) :]
         return list(lines), count - len(lines)
 
     def _new_lines(self, path: Path) -> Iterator[tuple[str, bytes]]:
@@ -282,10 +285,13 @@ class LogReader:
                 length=0,
                 offset=0,
             )
-            for known in self.places:
-                length = known["length"]
-                if place["length"] < length <= len(head) and known["head"] == _hash(head[:length]):
-                    place = known
+            known = {(held["length"], held["head"]): held for held in self.places}
+            digest = hashlib.sha256()
+            done = 0  # bytes in the digest
+            for length in sorted({length for length, _ in known}):
+                digest.update(head[done:length])
+                done = length
+                place = known.get((length, digest.hexdigest()[:_DIGITS]), place)
             # Go on behind the last line read.
             at = file.seek(place["offset"])
             while line := file.readline(LONGEST):
@@ -296,7 +302,7 @@ class LogReader:
                 elif len(line) < LONGEST:
                     break
                 at += len(line)
-            if at == place["offset"]:
+            if not at:
                 return
             # Keep the hash of a longer beginning, by which the log is recognized next time.
             file.seek(0)
@@ -304,12 +310,8 @@ class LogReader:
             self.places = [p for p in self.places if p is not place]
             self.places.append(
                 Place(
-                    head=_hash(head),
+                    head=hashlib.sha256(head).hexdigest()[:_DIGITS],
                     length=len(head),
                     offset=at,
                 )
             )
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]

@@ -162,6 +162,17 @@ def test_rotation_loses_and_repeats_nothing(tmp_path, how, system):
     assert sorted(lines(reader)) == [f"{system}four", f"{system}three"] and lines(reader) == []
 
 
+def test_a_folder_of_many_logs_is_read_once(tmp_path):
+    for number in range(120):
+        (tmp_path / f"{number}.jsonl").write_text(f"{number}\n" * (1 + number % 3))
+    reader = LogReader(tmp_path)
+    assert len(lines(reader, 1000)) == 240
+    with (tmp_path / "7.jsonl").open("a") as file:
+        file.write("more\n")
+    again = LogReader(tmp_path, reader.places)
+    assert lines(again) == ["more"] and lines(again) == []
+
+
 def test_a_folder_of_logs_and_the_newest_lines_of_a_long_one(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f"{i}\n" for i in range(10)))
     (tmp_path / "note.txt").write_text("x\n")
