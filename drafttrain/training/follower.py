@@ -261,10 +261,13 @@ class Follower:
         """Writes the drafter for `drafttrain swap`, with what a new `Follower` needs to go on."""
         place = Path(folder).expanduser()
         self.head.save_pretrained(place)
-        kept: Json = {"taken": self.taken, "warm": self.training.warm}
-        kept["optimizer"] = self.training.optimizer.state_dict()
-        kept["proven"] = self._proven
-        kept["counts"] = [self._proven_counts, self._counts]
+        kept = {
+            "taken": self.taken,
+            "warm": self.training.warm,
+            "optimizer": self.training.optimizer.state_dict(),
+            "proven": self._proven,
+            "counts": [self._proven_counts, self._counts],
+        }
         with writing(place):
             torch.save(kept, place / STATE)
         return place

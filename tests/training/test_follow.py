@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from drafttrain import Follower, follow
+from drafttrain.drafters.registry import load_trained
 from drafttrain.drafters.shipping import find_drafter
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import export
@@ -86,6 +87,18 @@ def test_the_random_numbers_of_all_gpus_are_as_before(head_folder, monkeypatch):
     monkeypatch.setattr(torch.random, "fork_rng", lambda gpus: kept.extend(gpus) or nullcontext())
     follower.follow([([5, 6, 7, 8], 1)])
     assert kept == [0, 1]  # the policy may be on another one than the head was
+
+
+def test_a_head_in_bfloat16_learns_in_float32(head_folder, tmp_path):
+    half = load_trained(str(head_folder)).bfloat16()
+    half.save_pretrained(tmp_path)
+    follower = Follower(str(tmp_path), moved(), make_tokenizer(), steps=4)
+    before = {name: weight.clone() for name, weight in follower.head.named_parameters()}
+    follower.follow(rollouts_of(follower.policy))
+    for name, weight in follower.head.named_parameters():
+        assert torch.equal(before[name], dict(half.named_parameters())[name].float())
+        if weight.requires_grad:  # its steps are far below the distance of two numbers of bfloat16
+            assert (weight != before[name]).float().mean() > 0.5
 
 
 def test_a_head_is_judged_before_it_learns_and_a_worse_one_goes_back(head_folder):
