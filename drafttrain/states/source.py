@@ -120,9 +120,10 @@ class TargetSource(BatchSource):
         self.online = Online(target, feature_layers, dtype)
         self.prefetch_bytes = prefetch_bytes
         self.has_states = origin is None or origin.has_states
-        self.hits = {"memory": 0, "stored": 0, "online": 0}
-        if origin is not None and origin.name != "stored":
-            self.hits = {"memory": 0, origin.name: 0, "online": 0}
+        name = "stored"
+        if origin is not None:
+            name = origin.name
+        self.hits = {"memory": 0, name: 0, "online": 0}
         self.ahead = self._new_ahead()
 
     def read_words(self, kept_ids: Tensor) -> None:
@@ -242,7 +243,7 @@ class KeptStates(Origin):
 
     def add(self, row: Row, states: RowStates) -> None:
         """Keeps a row's states if they fit."""
-        if self.used >= self.limit or row.index < 0 or row.index in self.held:
+        if row.index < 0 or row.index in self.held:
             return
         if self.used + states.nbytes <= self.limit:
             self.held[row.index] = states

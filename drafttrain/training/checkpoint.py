@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -35,6 +35,8 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, open_tensors, read_json, reading
 from drafttrain.folders import PARTIAL, OutputFolder
 from drafttrain.training.acceleration import WrappedDrafter, is_deepspeed
+from drafttrain.training.limits import TimeBudget
+from drafttrain.training.on_policy import OnPolicy
 
 STATE = "trainer_state.json"
 WEIGHTS = "model.safetensors"
@@ -43,25 +45,20 @@ SCHEDULE = "scheduler.pt"
 SCALER = "scaler.pt"
 
 
-class SavedPart(Protocol):
-    """A part of a run whose state is in trainer_state.json, under its class's name."""
-
-    def state(self) -> Json: ...
-
-
 @dataclass
 class Checkpoints:
     """Writes the checkpoints of a run, and restores it from one.
 
     Attributes:
-        trained: what checkpoints hold. parts: time budget and on-policy rows.
+        trained: what checkpoints hold. parts: whose states are in trainer_state.json, under the names
+            of their classes.
     """
 
     args: TrainingArguments
     state: TrainerState
     accelerator: Accelerator
     trained: WrappedDrafter
-    parts: Sequence[SavedPart]
+    parts: Sequence[TimeBudget | OnPolicy]
 
     @property
     def root(self) -> Path:
