@@ -134,6 +134,14 @@ def test_judges_can_be_left_out(head_folder):
         assert follower.follow(rollouts).ratio is None
 
 
+def test_answers_without_a_prompt_train_and_judge(head_folder):
+    policy = moved()
+    follower = Follower(str(head_folder), policy, make_tokenizer(), steps=1)
+    rollouts = [(tokens, 0) for tokens, _ in rollouts_of(policy)]
+    assert follower.follow(rollouts).ratio is None
+    assert follower.follow(rollouts).ratio.value == pytest.approx(1, abs=0.2)
+
+
 def test_the_tensors_are_those_of_the_export(head_folder, tmp_path):
     policy = moved()
     follower = Follower(str(head_folder), policy, make_tokenizer(), steps=2)
