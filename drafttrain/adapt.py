@@ -262,8 +262,12 @@ class Adapter:
         rows = []
         for number in self.random.sample(range(len(records)), count):
             record = records[number]
-            index = _FIRST_DATA + number
-            row = cut_row(record["tokens"], record["spans"], index, self.args.max_length)
+            row = cut_row(
+                record["tokens"],
+                record["spans"],
+                _FIRST_DATA + number,
+                self.args.max_length,
+            )
             if row["spans"]:
                 rows.append(row)
         return rows

@@ -302,8 +302,6 @@ class LogReader:
                 elif len(line) < LONGEST:
                     break
                 at += len(line)
-            if not at:
-                return
             # Keep the hash of a longer beginning, by which the log is recognized next time.
             file.seek(0)
             head = file.read(min(at, HEAD))

@@ -97,9 +97,7 @@ def run(args: argparse.Namespace) -> int:
             "2,15,27"
         )
     # Processes of one launch share the folder's lock, and lock a rank each.
-    rank = None
-    if share.world > 1:
-        rank = share.rank
+    rank = share.rank if share.world > 1 else None
     with OutputFolder(root, "generate", key="data", rank=rank) as output:
         if args.overwrite:
             output.set_aside("features/part-*.safetensors", "features/features.json")

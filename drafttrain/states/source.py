@@ -243,7 +243,7 @@ class KeptStates(Origin):
 
     def add(self, row: Row, states: RowStates) -> None:
         """Keeps a row's states if they fit."""
-        if row.index < 0 or row.index in self.held:
+        if self.used >= self.limit or row.index < 0 or row.index in self.held:
             return
         if self.used + states.nbytes <= self.limit:
             self.held[row.index] = states

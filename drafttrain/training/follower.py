@@ -146,8 +146,7 @@ class Follower:
         """
         chance = random.Random(f"{self.seed} {self.taken}")
         # Seeding reaches every GPU, also one to which the policy has moved.
-        gpus = range(torch.cuda.device_count())
-        with self._target() as target, torch.random.fork_rng(gpus):
+        with self._target() as target, torch.random.fork_rng(range(torch.cuda.device_count())):
             if target.device != self.head.device:  # a trainer has moved the policy
                 self.head.to(target.device)  # type: ignore[arg-type]
                 optimizer = self.training.optimizer
