@@ -702,6 +702,7 @@ def run(args: argparse.Namespace) -> int:
         contextlib.ExitStack() as closing,
     ):
         adapter = Adapter(args, output.path)
+        closing.callback(adapter.source.close)  # threads that read states end before the process
         state = adapter.state
         adapter.save()
         if args.watch:
@@ -731,11 +732,11 @@ def run(args: argparse.Namespace) -> int:
             failed = f"; {state.unusable} unusable lines, the last ones in {output.path / STATE}"
         print(f"{lines}{failed}; {max(state.allowance, 0):.1f} s of allowance left")
         keys = ("read", "unusable", "passed_over", "fresh", "failures", "allowance", "spent")
-        result = {**{key: getattr(state, key) for key in keys}, "cost": adapter.cost, "rounds": ran}
-        serving = str((output.path / CURRENT).resolve())
+        current = output.path / CURRENT
+        figures = {key: getattr(state, key) for key in keys}
         conclude(
-            {**result, "serving": serving},
+            {**figures, "cost": adapter.cost, "rounds": ran, "serving": str(current.resolve())},
             [output.path],
-            next_command("export", drafter=output.path / CURRENT),
+            next_command("export", drafter=current),
         )
     return 0
