@@ -167,7 +167,7 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
         if control.should_training_stop:
             break
     logs.end(training.scheduled_rows())
-    training.checkpoints.keep_best_alone()
+    training.checkpoints.rotate(ended=not stop.received)
 
 
 def _steps(training: Training) -> Iterator[list[Inputs]]:
