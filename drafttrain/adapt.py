@@ -35,7 +35,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from drafttrain.data.answer_log import LogReader, Place, read_answer
-from drafttrain.data.loader import count_tokens, cut_row, keep_frequent
+from drafttrain.data.loader import count_tokens, cut_row, keep_frequent, similar_rows
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.registry import load_trained
@@ -53,8 +53,8 @@ from drafttrain.target import Target, load_shell
 from drafttrain.train import check_data
 from drafttrain.training.checkpoint import sync_files
 from drafttrain.training.continued import (
+    STEP_TOKENS,
     ContinuedTraining,
-    batches_of,
     continued,
     source_of,
 )
@@ -626,7 +626,8 @@ class Adapter:
         self.random.shuffle(rows)
         stages = []
         for begin in range(0, len(rows), _STAGE_ROWS):
-            stages.append(batches_of(rows[begin : begin + _STAGE_ROWS]))
+            part = rows[begin : begin + _STAGE_ROWS]
+            stages.append(similar_rows(part, lambda row: row["length"], STEP_TOKENS))
         order = []
         for stage in stages:
             for _ in range(self.args.passes):

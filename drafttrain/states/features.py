@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drafttrain.credentials import redact
 from drafttrain.data.generate import parse_layers, train_command
+from drafttrain.data.loader import similar_rows
 from drafttrain.data.quantized_rows import QUANTIZED, stored_as, value_bytes
 from drafttrain.data.row_images import RowImages, cut_length, readable_rows, sendable_rows
 from drafttrain.data.store import (
@@ -279,18 +280,6 @@ def describe(
     write_json(root / "features" / "features.json", described)
 
 
-def batches(rows: list[Row], limit: int) -> Iterator[list[Row]]:
-    """Groups rows of similar length, with at most `limit` padded tokens or a single row each."""
-    group: list[Row] = []
-    for row in sorted(rows, key=lambda row: len(row.tokens)):
-        if group and (len(group) + 1) * len(row.tokens) > limit:
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
-
-
 def computed(origin: Online, rows: list[Row]) -> Iterator[tuple[Row, RowStates]]:
     """States of all but the last token of each row, from the target in this process.
 
@@ -299,7 +288,7 @@ def computed(origin: Online, rows: list[Row]) -> Iterator[tuple[Row, RowStates]]
     device = origin.target.device
     groups: Iterable[list[Row]] = ([row] for row in rows)
     if device.type != "cpu":
-        groups = batches(rows, _BATCH_TOKENS)
+        groups = similar_rows(rows, lambda row: len(row.tokens), _BATCH_TOKENS)
     for group in groups:
         made = origin.states([Row(row.index, row.tokens.to(device)) for row in group])
         for row, states in zip(group, made, strict=True):

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafttrain.data.loader import cut_row
+from drafttrain.data.loader import cut_row, similar_rows
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.registry import prepare
@@ -39,7 +39,6 @@ from drafttrain.target.target import Tokenizer
 from drafttrain.training.continued import (
     STEP_TOKENS,
     ContinuedTraining,
-    batches_of,
     continued,
     source_of,
 )
@@ -155,7 +154,7 @@ class Follower:
             torch.manual_seed(chance.getrandbits(32))
             self.head.bind(target)  # the target may be another object than before
             rows = self._rows(rollouts, target)
-            batches = batches_of(rows, self.step_tokens)
+            batches = similar_rows(rows, lambda row: row["length"], self.step_tokens)
             # Passes over all batches, cut to the steps; with more batches than steps, a sample.
             order: list[list[Json]] = []
             while len(order) < self.steps:
