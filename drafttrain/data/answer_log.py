@@ -268,12 +268,14 @@ class LogReader:
                 for where, line in self._new_lines(path):
                     count += 1
                     lines.append((where, path, line))
+            # Those of the logs that are here are the last ones.
+            self.places = self.places[-max(_PLACES, len(files)) :]
+        except FileNotFoundError:
+            pass  # a log was renamed meanwhile, and the next call finds it
         except OSError as error:
             raise UserError(
                 f"log={str(self.path)!r} cannot be read ({reason_of(error)}); check --log"
             ) from error
-        # Those of the logs that are here are the last ones.
-        self.places = self.places[-max(_PLACES, len(files)) :]
         return list(lines), count - len(lines)
 
     def _new_lines(self, path: Path) -> Iterator[tuple[str, bytes]]:

@@ -173,6 +173,14 @@ def test_a_folder_of_many_logs_is_read_once(tmp_path):
     assert lines(again) == ["more"] and lines(again) == []
 
 
+def test_a_log_that_is_renamed_meanwhile_is_read_by_the_next_call(tmp_path, monkeypatch):
+    log = tmp_path / "a.jsonl"
+    log.write_text("one\n")
+    reader = LogReader(tmp_path)
+    monkeypatch.setattr(reader, "_files", lambda: [log, tmp_path / "b.jsonl"])
+    assert lines(reader) == ["one"] and lines(reader) == []
+
+
 def test_a_folder_of_logs_and_the_newest_lines_of_a_long_one(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f"{i}\n" for i in range(10)))
     (tmp_path / "note.txt").write_text("x\n")
