@@ -35,7 +35,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from drafttrain.data.answer_log import LogReader, Place, read_answer
-from drafttrain.data.loader import count_tokens, cut_row, keep_frequent
+from drafttrain.data.loader import count_tokens, cut_row, keep_frequent, similar_rows
 from drafttrain.data.store import load_records, read_meta
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.registry import load_trained
@@ -53,8 +53,8 @@ from drafttrain.target import Target, load_shell
 from drafttrain.train import check_data
 from drafttrain.training.checkpoint import sync_files
 from drafttrain.training.continued import (
+    STEP_TOKENS,
     ContinuedTraining,
-    batches_of,
     continued,
     source_of,
 )
@@ -70,6 +70,7 @@ _FALL = 0.95  # of the logged accepted length, which spends the whole allowance
 _JUDGES = 32  # newest held-out answers that judge a round
 _STAGE_ROWS = 64  # answers of a stage
 _RECORDED = 50  # rounds and unusable lines in the state
+_FIRST_DATA = 2**40  # first index of rows of the first data; below are numbers of answers
 _FIX = "delete the file to begin again"
 
 
@@ -261,7 +262,14 @@ class Adapter:
         rows = []
         for number in self.random.sample(range(len(records)), count):
             record = records[number]
-            rows.append(cut_row(record["tokens"], record["spans"], -1, self.args.max_length))
+            row = cut_row(
+                record["tokens"],
+                record["spans"],
+                _FIRST_DATA + number,
+                self.args.max_length,
+            )
+            if row["spans"]:
+                rows.append(row)
         return rows
 
     # -- allowance ---------------------------------------------------------------------------------
@@ -618,7 +626,8 @@ class Adapter:
         self.random.shuffle(rows)
         stages = []
         for begin in range(0, len(rows), _STAGE_ROWS):
-            stages.append(batches_of(rows[begin : begin + _STAGE_ROWS]))
+            part = rows[begin : begin + _STAGE_ROWS]
+            stages.append(similar_rows(part, lambda row: row["length"], STEP_TOKENS))
         order = []
         for stage in stages:
             for _ in range(self.args.passes):
@@ -694,6 +703,7 @@ def run(args: argparse.Namespace) -> int:
         contextlib.ExitStack() as closing,
     ):
         adapter = Adapter(args, output.path)
+        closing.callback(adapter.source.close)  # threads that read states end before the process
         state = adapter.state
         adapter.save()
         if args.watch:
@@ -723,11 +733,11 @@ def run(args: argparse.Namespace) -> int:
             failed = f"; {state.unusable} unusable lines, the last ones in {output.path / STATE}"
         print(f"{lines}{failed}; {max(state.allowance, 0):.1f} s of allowance left")
         keys = ("read", "unusable", "passed_over", "fresh", "failures", "allowance", "spent")
-        result = {**{key: getattr(state, key) for key in keys}, "cost": adapter.cost, "rounds": ran}
-        serving = str((output.path / CURRENT).resolve())
+        current = output.path / CURRENT
+        figures = {key: getattr(state, key) for key in keys}
         conclude(
-            {**result, "serving": serving},
+            {**figures, "cost": adapter.cost, "rounds": ran, "serving": str(current.resolve())},
             [output.path],
-            next_command("export", drafter=output.path / CURRENT),
+            next_command("export", drafter=current),
         )
     return 0

@@ -84,6 +84,7 @@ class FollowPolicy(TrainerCallback):
         self.last: list[Rollout] = []
         self.accepted_length = 0.0
         self._begun = 0  # answers so far; each samples with a seed of its own
+        self._kwargs: Json | None = None  # the trainer's, of the chat template
 
     # -- rollouts ----------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class FollowPolicy(TrainerCallback):
         **_: object,
     ) -> list[None]:
         """A reward function of TRL that rewards nothing and notes what the trainer generated."""
-        self._note([self._ids(prompt, None) for prompt in prompts], completion_ids)
+        self._note([self._ids(prompt, self._kwargs) for prompt in prompts], completion_ids)
         return [None] * len(prompts)
 
     def _ids(self, prompt: str | list[dict[str, str]], kwargs: Json | None) -> list[int]:
@@ -162,6 +163,7 @@ class FollowPolicy(TrainerCallback):
     ) -> None:
         """Takes the trainer's policy, which PEFT may have wrapped meanwhile."""
         self.policy = self.follower.policy = given["model"]
+        self._kwargs = vars(args).get("chat_template_kwargs")
 
     def on_step_end(
         self,

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from drafttrain import adapt
 from drafttrain.cli import main
 from drafttrain.data.answer_log import AnswerLog
+from drafttrain.data.store import Store, load_records
 from drafttrain.drafters.latest import LatestDrafter
 from drafttrain.drafters.registry import load_trained
 from drafttrain.drafters.shipping import find_drafter
@@ -26,12 +28,16 @@ from drafttrain.export.export_drafter import export
 from drafttrain.inference import generate
 from drafttrain.inside_vllm.head_files import ROOT, read_head
 from drafttrain.serving.client import parse_metrics
+from drafttrain.target import Target
 from drafttrain.watch import Watch, Watched
 from tests.conftest import make_target, save_target
 from tests.drafters.helpers import make_drafter
 from tests.files import load_jsonl
 from tests.serving.fake_server import vllm_page
 from tests.serving.live_server import route_of, serve, write_head
+from tests.states.fake_state_server import FakeStateServer
+from tests.states.stand_ins import SERVED
+from tests.training.runs import write_data
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +329,24 @@ def test_one_folder_continues_one_drafter(
     shutil.copytree(served / "drafter", tmp_path / "second")
     assert main(words(served, tmp_path / "out", f"--drafter={tmp_path / 'second'}")) == 2
     assert "one folder continues one drafter" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_servers_give_the_states_of_the_first_data_too(served, tmp_path, capsys, plenty):
+    target = Target.load(str(served / "target"), "float32", "cpu")
+    write_data(tmp_path / "data", target, rows=8)
+    meta = {"target": target.identity(), "sampling": {"temperature": 0.0}}
+    with Store(tmp_path / "data", meta) as store:
+        for number in range(8):  # their answers lie behind --max-length
+            row = {"tokens": [7] * 80, "spans": [[50, 80]], "finish": ["stop"], "source": "test"}
+            store.append({"id": f"long{number}", **row})
+    given = [f"--data={tmp_path / 'data'}", "--replay=2", "--passes=2", "--max-length=40"]
+    with FakeStateServer(target, tmp_path / "states", SERVED) as server:
+        found = once(served, tmp_path / "out", capsys, *given, f"--target-url={server.url}")
+    assert found["rounds"][0]["earlier"] == 8
+    asked = Counter(tuple(prompt) for prompt in server.requests if isinstance(prompt, list))
+    rows = [tuple(row["tokens"][:-1]) for row in load_records(tmp_path / "data")]
+    assert [asked[row] for row in rows] == [1] * 8 + [0] * 8
 
 
 def journal_of(output):

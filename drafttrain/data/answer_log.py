@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -28,15 +29,18 @@ from drafttrain.data.chat import ChatInputs
 from drafttrain.data.masks import answer_record
 from drafttrain.data.row_formats import parse_row
 from drafttrain.errors import UserError, reason_of, shown
-from drafttrain.files import Json, append_line, check_json, parse_line
+from drafttrain.files import Json, append_line, check_json, parse_line, upgrade
 from drafttrain.inference.sequence import Generation
 from drafttrain.target import Target
 
-HEAD = 4096  # bytes at a log's start by which it is recognized under another name
+# Bytes at a log's start by which it is recognized under another name. Lines may begin with one
+# system prompt, so they hold several.
+HEAD = 65_536
 LONGEST = 64_000_000  # bytes of a line
 _PACKED = (".gz", ".zst", ".xz", ".bz2")  # rotated logs that are compressed are not read
 _FIX = "see the forms in docs/how-to/adapt.md"
-_PLACES = 100  # logs whose positions are kept
+_PLACES = 100  # positions that are kept, of logs that are away too
+_DIGITS = 32  # of the hash of a beginning
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
@@ -95,6 +99,7 @@ class AnswerLog:
     def __init__(self, path: str | Path, most_bytes: int = 100_000_000):
         self.path = Path(path).expanduser()
         self.most_bytes = most_bytes
+        self._turn = threading.Lock()  # the file changes while it is rotated
         self._file = self._open()
 
     def _open(self) -> int:
@@ -102,15 +107,6 @@ class AnswerLog:
 
     def add(self, prompt_ids: Sequence[int], answer: Generation) -> None:
         """Appends one answer; follows a file that another program has renamed."""
-        held = os.fstat(self._file)
-        # Another program may have rotated the log.
-        is_ours = self._is_at_path(held)
-        if is_ours and held.st_size >= self.most_bytes:
-            os.replace(self.path, self.path.with_name(self.path.name + ".1"))
-            is_ours = False
-        if not is_ours:
-            os.close(self._file)
-            self._file = self._open()
         row = {
             "time": round(time.time(), 3),
             "prompt_token_ids": [int(token) for token in prompt_ids],
@@ -118,7 +114,19 @@ class AnswerLog:
             "finish_reason": "stop" if answer.stats.ended else "length",
             "accepted_length": round(answer.stats.accepted_length, 3),
         }
-        append_line(self._file, row)
+        with self._turn:
+            self._rotate()
+            append_line(self._file, row)
+
+    def _rotate(self) -> None:
+        """Renames a file that is full, and opens the one at the path."""
+        held = os.fstat(self._file)
+        # One of several processes renames it: the others' next file is the new one.
+        if held.st_size >= self.most_bytes and upgrade(self._file) and self._is_at_path(held):
+            os.replace(self.path, self.path.with_name(self.path.name + ".1"))
+        if not self._is_at_path(held):
+            os.close(self._file)
+            self._file = self._open()
 
     def _is_at_path(self, held: os.stat_result) -> bool:
         """Whether the file is still found by its name."""
@@ -255,15 +263,19 @@ class LogReader:
         lines = deque[tuple[str, Path, bytes]](maxlen=most)
         count = 0
         try:
-            for path in self._files():
+            files = self._files()
+            for path in files:
                 for where, line in self._new_lines(path):
                     count += 1
                     lines.append((where, path, line))
+            # Those of the logs that are here are the last ones.
+            self.places = self.places[-max(_PLACES, len(files)) :]
+        except FileNotFoundError:
+            pass  # a log was renamed meanwhile, and the next call finds it
         except OSError as error:
             raise UserError(
                 f"log={str(self.path)!r} cannot be read ({reason_of(error)}); check --log"
             ) from error
-        self.places = self.places[-_PLACES:]
         return list(lines), count - len(lines)
 
     def _new_lines(self, path: Path) -> Iterator[tuple[str, bytes]]:
@@ -275,10 +287,13 @@ class LogReader:
                 length=0,
                 offset=0,
             )
-            for known in self.places:
-                length = known["length"]
-                if place["length"] < length <= len(head) and known["head"] == _hash(head[:length]):
-                    place = known
+            known = {(held["length"], held["head"]): held for held in self.places}
+            digest = hashlib.sha256()
+            done = 0  # bytes in the digest
+            for length in sorted({length for length, _ in known}):
+                digest.update(head[done:length])
+                done = length
+                place = known.get((length, digest.hexdigest()[:_DIGITS]), place)
             # Go on behind the last line read.
             at = file.seek(place["offset"])
             while line := file.readline(LONGEST):
@@ -289,20 +304,14 @@ class LogReader:
                 elif len(line) < LONGEST:
                     break
                 at += len(line)
-        if at > place["offset"]:
             # Keep the hash of a longer beginning, by which the log is recognized next time.
-            size = min(at, HEAD)
-            if len(head) < size:
-                head = path.open("rb").read(size)
+            file.seek(0)
+            head = file.read(min(at, HEAD))
             self.places = [p for p in self.places if p is not place]
             self.places.append(
                 Place(
-                    head=_hash(head[:size]),
-                    length=size,
+                    head=hashlib.sha256(head).hexdigest()[:_DIGITS],
+                    length=len(head),
                     offset=at,
                 )
             )
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]

@@ -321,10 +321,9 @@ def make_backend(
             engine_options(args),
             given,
         )
-    slots = given
-    if slots is None:
-        slots = choose_slots(target, settings.max_length, len(layers))
-    return LocalBackend(target, settings, min(slots, count), layers)
+    if given is None:
+        given = choose_slots(target, settings.max_length, len(layers))
+    return LocalBackend(target, settings, min(given, count), layers)
 
 
 class _Rows(NamedTuple):

@@ -6,8 +6,9 @@ length of each conversation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from datasets import Dataset
@@ -17,6 +18,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, read_jsonl, read_text
 from drafttrain.target import Target
 
+Row = TypeVar("Row")
 _OPEN_ROWS = 64  # number of open bins: more pack tighter but search slower
 
 
@@ -259,6 +261,17 @@ def pack_rows(rows: Dataset, max_length: int, seed: int) -> Dataset:
 
     members = Dataset.from_dict({"members": fill_rows(list(rows["length"]), max_length, seed)})
     return members.map(joined, remove_columns="members", desc="packing")
+
+
+def similar_rows(rows: Iterable[Row], length: Callable[[Row], int], most: int) -> list[list[Row]]:
+    """Rows of similar length together: at most `most` tokens with padding, or a single row."""
+    made: list[list[Row]] = []
+    for row in sorted(rows, key=length):
+        # Padding to the longest row counts, which is the last in a sorted order.
+        if not made or length(row) * (len(made[-1]) + 1) > most:
+            made.append([])
+        made[-1].append(row)
+    return made
 
 
 def collate(rows: list[Json]) -> dict[str, Tensor]:

@@ -198,7 +198,8 @@ class _Replay:
         source: Source,
         most: int,
     ):
-        self.begin, end = row["spans"][0]
+        begin, end = row["spans"][0]
+        self.begin = max(begin, 1)  # a drafter begins behind a token
         self.limit = self.begin + most
         self.end = min(end, self.limit)
         batch = Batch.of(collate([dict(row)])).to(drafter.device)

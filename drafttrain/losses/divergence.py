@@ -91,6 +91,9 @@ class Targets:
         """r."""
         return len(self.argmax)
 
+    def check(self, loss: Loss) -> None:
+        """Raises UserError for a loss that these targets do not give."""
+
     def prepare(self) -> None:
         """Computes what a measured step reads, before the drafter's activations take memory."""
 
@@ -634,6 +637,8 @@ def linear_divergence(
         UserError: a loss that cannot be parsed, or that reads what the targets do not hold.
     """
     kind = hidden.device.type
+    parsed = parse_loss(loss)
+    targets.check(parsed)
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     shared = head if isinstance(head, SharedHead) else SharedHead(head)
@@ -650,7 +655,7 @@ def linear_divergence(
             targets,
             index,
             row_weight,
-            parse_loss(loss),
+            parsed,
             chunk,
             measure,
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drafttrain.errors import UserError
 from drafttrain.losses.divergence import AlignedRows, FullTargets, Kept, Targets, wide
+from drafttrain.losses.spec import Loss
 
 # Replaces a forbidden token's -inf logit: -inf times a probability of zero would be nan.
 LOWEST = -1e4
@@ -62,6 +63,14 @@ class StoredTopK(Targets):
         certain = torch.zeros(len(ids), 1, device=ids.device)  # [r, 1] log 1
         return cls(ids.unsqueeze(1), certain, certain[:, 0], ids, ids)
 
+    def check(self, loss: Loss) -> None:
+        for term in loss.terms:
+            if term.temperature != 1 and term.name != "ce":  # which reads no distribution
+                raise UserError(
+                    f"temperature @{term.temperature:g} cannot be applied to stored top-k: the rest's shape is unknown; "
+                    "store states or logits, or use @1"
+                )
+
     def logits(
         self,
         index: Tensor | slice,
@@ -90,10 +99,5 @@ class StoredTopK(Targets):
         temperature: float = 1.0,
         aligned: AlignedRows | None = None,
     ) -> Kept:
-        if temperature != 1:
-            raise UserError(
-                f"temperature @{temperature:g} cannot be applied to stored top-k: the rest's shape is unknown; store states "
-                "or logits, or use @1"
-            )
         # It depends on the drafter, so it is not shared.
         return self._distribution(index, temperature, aligned)

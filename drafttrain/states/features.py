@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drafttrain.credentials import redact
 from drafttrain.data.generate import parse_layers, train_command
+from drafttrain.data.loader import similar_rows
 from drafttrain.data.quantized_rows import QUANTIZED, stored_as, value_bytes
 from drafttrain.data.row_images import RowImages, cut_length, readable_rows, sendable_rows
 from drafttrain.data.store import (
@@ -97,11 +98,9 @@ def run(args: argparse.Namespace) -> int:
             "2,15,27"
         )
     # Processes of one launch share the folder's lock, and lock a rank each.
-    rank = None
-    if share.world > 1:
-        rank = share.rank
+    rank = share.rank if share.world > 1 else None
     with OutputFolder(root, "generate", key="data", rank=rank) as output:
-        if args.overwrite and share.world == 1:
+        if args.overwrite:
             output.set_aside("features/part-*.safetensors", "features/features.json")
         try:
             with ExitStack() as stack:
@@ -123,6 +122,11 @@ def check_backend(args: argparse.Namespace, share: Share) -> None:
     Raises:
         UserError: flags of both, or a flag of vLLM that is set here.
     """
+    if args.overwrite and share.world > 1:
+        raise UserError(
+            "overwrite=True with several processes deletes the others' work; delete DATA/features "
+            "yourself"
+        )
     local = args.backend == "local"
     given = {"url": args.url, "states_dir": args.states_dir, "flags behind --": args.flags}
     for key, value in given.items():
@@ -276,18 +280,6 @@ def describe(
     write_json(root / "features" / "features.json", described)
 
 
-def batches(rows: list[Row], limit: int) -> Iterator[list[Row]]:
-    """Groups rows of similar length, with at most `limit` padded tokens or a single row each."""
-    group: list[Row] = []
-    for row in sorted(rows, key=lambda row: len(row.tokens)):
-        if group and (len(group) + 1) * len(row.tokens) > limit:
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
-
-
 def computed(origin: Online, rows: list[Row]) -> Iterator[tuple[Row, RowStates]]:
     """States of all but the last token of each row, from the target in this process.
 
@@ -296,7 +288,7 @@ def computed(origin: Online, rows: list[Row]) -> Iterator[tuple[Row, RowStates]]
     device = origin.target.device
     groups: Iterable[list[Row]] = ([row] for row in rows)
     if device.type != "cpu":
-        groups = batches(rows, _BATCH_TOKENS)
+        groups = similar_rows(rows, lambda row: len(row.tokens), _BATCH_TOKENS)
     for group in groups:
         made = origin.states([Row(row.index, row.tokens.to(device)) for row in group])
         for row, states in zip(group, made, strict=True):

@@ -84,13 +84,11 @@ class Served(Origin):
         self._requests = Requests()
         self.shell = shell
         self.layers = tuple(feature_layers)
-        # A server that is named twice is asked as one.
-        by_address: dict[str, ProvenServer] = {}
-        for url in addresses:
-            by_address[url] = ProvenServer(
-                url, shell, self.layers, states_dir, self._requests, timeout
-            )
-        self.servers = list(by_address.values())
+        self.servers = [
+            ProvenServer(url, shell, self.layers, states_dir, self._requests, timeout)
+            # One that is named twice is asked as one.
+            for url in dict.fromkeys(addresses)
+        ]
         self.threads = _IN_FLIGHT * len(self.servers)
         self.dtype = dtype
         self.patience = patience

@@ -120,9 +120,10 @@ class TargetSource(BatchSource):
         self.online = Online(target, feature_layers, dtype)
         self.prefetch_bytes = prefetch_bytes
         self.has_states = origin is None or origin.has_states
-        self.hits = {"memory": 0, "stored": 0, "online": 0}
-        if origin is not None and origin.name != "stored":
-            self.hits = {"memory": 0, origin.name: 0, "online": 0}
+        name = "stored"
+        if origin is not None:
+            name = origin.name
+        self.hits = {"memory": 0, name: 0, "online": 0}
         self.ahead = self._new_ahead()
 
     def read_words(self, kept_ids: Tensor) -> None:

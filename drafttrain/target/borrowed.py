@@ -41,7 +41,7 @@ def borrowed(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
         )
     name = model.name_or_path or type(model).__name__
     modes = [(module, module.training) for module in model.modules()]
-    frozen = [weight for weight in model.parameters() if not weight.requires_grad]
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     body = find_body(model)
     attention = body.config._attn_implementation
     experts = model.config._experts_implementation
@@ -60,9 +60,8 @@ def borrowed(policy: nn.Module, tokenizer: Tokenizer) -> Iterator[Target]:
         if model.config._experts_implementation != experts:
             model.config._experts_implementation = experts
         torch.backends.cuda.enable_cudnn_sdp(cudnn)  # a setting of the whole process
-        model.requires_grad_(True)
-        for weight in frozen:
-            weight.requires_grad_(False)
+        for weight in trained:  # not all: quantized ones can have no gradient
+            weight.requires_grad_(True)
         for module, mode in modes:
             module.training = mode
 

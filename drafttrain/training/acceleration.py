@@ -252,8 +252,3 @@ def prepared(
         return WrappedDrafter(drafter, *accelerator.prepare(drafter, optimizer, schedule))
     model, optimizer = accelerator.prepare(drafter, optimizer)
     return WrappedDrafter(drafter, model, optimizer, schedule_of(optimizer, args, steps, budget))
-
-
-def learning_rate(optimizer: Optimizer) -> float:
-    """The rate of the last step."""
-    return float(optimizer.param_groups[0]["lr"])

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -22,11 +22,7 @@ from pydantic import Field
 from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
-from transformers.trainer_utils import (
-    get_last_checkpoint,
-    load_sharded_checkpoint,
-    rotate_checkpoints,
-)
+from transformers.trainer_utils import load_sharded_checkpoint
 from transformers.training_args import ParallelMode
 from typing_extensions import NotRequired, TypedDict
 
@@ -35,6 +31,8 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, open_tensors, read_json, reading
 from drafttrain.folders import PARTIAL, OutputFolder
 from drafttrain.training.acceleration import WrappedDrafter, is_deepspeed
+from drafttrain.training.limits import TimeBudget
+from drafttrain.training.on_policy import OnPolicy
 
 STATE = "trainer_state.json"
 WEIGHTS = "model.safetensors"
@@ -43,25 +41,20 @@ SCHEDULE = "scheduler.pt"
 SCALER = "scaler.pt"
 
 
-class SavedPart(Protocol):
-    """A part of a run whose state is in trainer_state.json, under its class's name."""
-
-    def state(self) -> Json: ...
-
-
 @dataclass
 class Checkpoints:
     """Writes the checkpoints of a run, and restores it from one.
 
     Attributes:
-        trained: what checkpoints hold. parts: time budget and on-policy rows.
+        trained: what checkpoints hold. parts: whose states are in trainer_state.json, under the names
+            of their classes.
     """
 
     args: TrainingArguments
     state: TrainerState
     accelerator: Accelerator
     trained: WrappedDrafter
-    parts: Sequence[SavedPart]
+    parts: Sequence[TimeBudget | OnPolicy]
 
     @property
     def root(self) -> Path:
@@ -90,12 +83,20 @@ class Checkpoints:
         if self.args.local_process_index == 0:
             _move(partial, self.root, name)
         self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            rotate_checkpoints(
-                str(self.root),
-                self.args.save_total_limit,
-                state.best_model_checkpoint,
-            )
+        self.rotate()
+
+    def rotate(self, ended: bool = False) -> None:
+        """Deletes the oldest checkpoints beyond the recipe's limit, but for the best one and, until
+        the run has ended, the newest one.
+        """
+        limit = self.args.save_total_limit
+        if limit is None or not self.args.should_save:
+            return
+        found = checkpoints_of(self.root)
+        best = Path(self.state.best_model_checkpoint or "").name
+        old = [path for path in (found if ended else found[:-1]) if path.name != best]
+        for path in old[: max(len(found) - limit, 0)]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, folder: Path) -> None:
         """Writes all files of a checkpoint; all processes call it."""
@@ -158,15 +159,6 @@ class Checkpoints:
         if self.args.world_size > 1:
             return f"rng_state_{self.args.process_index}.pth"
         return "rng_state.pth"
-
-    def keep_best_alone(self) -> None:
-        """Deletes the last checkpoint if one may stay and another is the best."""
-        best = self.state.best_model_checkpoint
-        if not (self.args.should_save and best and self.args.save_total_limit == 1):
-            return
-        for path in self.root.glob("checkpoint-*"):
-            if path.is_dir() and not os.path.samefile(path, best):
-                shutil.rmtree(path, ignore_errors=True)
 
     # -- restoring ---------------------------------------------------------------------------------
 
@@ -336,12 +328,19 @@ def _step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
+def checkpoints_of(place: Path) -> list[Path]:
+    """The checkpoints in a folder by their steps. Folders of other names are the user's."""
+    found = []
+    for path in place.glob("checkpoint-*"):
+        if path.is_dir() and path.name.removeprefix("checkpoint-").isdecimal():
+            found.append(path)
+    return sorted(found, key=_step_of)
+
+
 def newest_checkpoint(args: TrainingArguments) -> str | None:
     """The newest checkpoint in output_dir, if there is one."""
-    place = str(args.output_dir)
-    if os.path.isdir(place):
-        return get_last_checkpoint(place)
-    return None
+    found = checkpoints_of(Path(str(args.output_dir)))
+    return str(found[-1]) if found else None
 
 
 def find_checkpoint(
@@ -363,14 +362,11 @@ def find_checkpoint(
             if output is not None:
                 output.set_aside("checkpoint-*")
 
-    found = []
-    for path in place.glob("checkpoint-*"):
-        if path.is_dir() and path.name.rpartition("-")[2].isdecimal():
-            found.append(path)
+    found = checkpoints_of(place)
     if found and not resume:
         # Whole checkpoints, or what somebody put into ours.
         names = []
-        for path in sorted(found):
+        for path in found:
             inside = [path]
             if not (path / STATE).is_file():
                 inside = sorted(file for file in path.rglob("*") if file.is_file())
@@ -382,7 +378,7 @@ def find_checkpoint(
             f"output_dir={str(place)!r} contains {shown}, which no run of drafttrain wrote there; move it away, or "
             "choose another folder"
         )
-    for path in sorted(found, key=_step_of, reverse=True):
+    for path in reversed(found):
         needed: tuple[str, ...] = ("*.safetensors", OPTIMIZER, SCHEDULE, "rng_state*.pth")
         if args.save_only_model or any(path.glob("global_step*")):  # DeepSpeed's own layout
             needed = ()

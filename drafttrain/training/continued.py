@@ -158,14 +158,3 @@ def source_of(
     )
     source.online.together = _FORWARD_ROWS
     return source
-
-
-def batches_of(rows: Sequence[Json], tokens: int = STEP_TOKENS) -> list[list[Json]]:
-    """Rows of similar length together, up to so many tokens a batch."""
-    made: list[list[Json]] = [[]]
-    for row in sorted(rows, key=lambda row: row["length"]):
-        # Padding to the longest row counts, which is the last in a sorted order.
-        if made[-1] and row["length"] * (len(made[-1]) + 1) > tokens:
-            made.append([])
-        made[-1].append(row)
-    return made

@@ -27,25 +27,26 @@ def explained(args: TrainingArguments) -> Iterator[None]:
     try:
         yield
     except StatesLostError as error:
-        kept = "no checkpoint was written before"
-        if last := newest_checkpoint(args):
-            kept = f"{last} is kept"
-        raise UserError(f"{error}; {kept}") from error
+        raise UserError(f"{error}; {_kept(args)}") from error
     except UserError:
         raise
     except Exception as error:
-        kept = "no checkpoint was written before"
-        if last := newest_checkpoint(args):
-            kept = f"{last} is kept, the same command continues from there"
         text = text_of(error)
         no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if not no_memory:
             no_memory = any(sign in text for sign in _NO_MEMORY)
         if no_memory:
-            raise UserError(_no_memory(args, text, kept)) from error
+            raise UserError(_no_memory(args, text, _kept(args))) from error
         if is_disk_full(error):
-            raise UserError(_no_space(args, kept)) from error
+            raise UserError(_no_space(args, _kept(args))) from error
         raise
+
+
+def _kept(args: TrainingArguments) -> str:
+    """What the run has written so far."""
+    if last := newest_checkpoint(args):
+        return f"{last} is kept, the same command continues from there"
+    return "no checkpoint was written before"
 
 
 def _no_memory(args: TrainingArguments, text: str, kept: str) -> str:

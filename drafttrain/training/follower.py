@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drafttrain.data.loader import cut_row
+from drafttrain.data.loader import cut_row, similar_rows
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.registry import prepare
@@ -39,7 +39,6 @@ from drafttrain.target.target import Tokenizer
 from drafttrain.training.continued import (
     STEP_TOKENS,
     ContinuedTraining,
-    batches_of,
     continued,
     source_of,
 )
@@ -145,10 +144,8 @@ class Follower:
             UserError: no rollout has two tokens of an answer, or ids beyond the vocabulary.
         """
         chance = random.Random(f"{self.seed} {self.taken}")
-        devices = []
-        if self.head.device.type == "cuda":
-            devices = [self.head.device]
-        with self._target() as target, torch.random.fork_rng(devices):
+        # Seeding reaches every GPU, also one to which the policy has moved.
+        with self._target() as target, torch.random.fork_rng(range(torch.cuda.device_count())):
             if target.device != self.head.device:  # a trainer has moved the policy
                 self.head.to(target.device)  # type: ignore[arg-type]
                 optimizer = self.training.optimizer
@@ -157,7 +154,7 @@ class Follower:
             torch.manual_seed(chance.getrandbits(32))
             self.head.bind(target)  # the target may be another object than before
             rows = self._rows(rollouts, target)
-            batches = batches_of(rows, self.step_tokens)
+            batches = similar_rows(rows, lambda row: row["length"], self.step_tokens)
             # Passes over all batches, cut to the steps; with more batches than steps, a sample.
             order: list[list[Json]] = []
             while len(order) < self.steps:
@@ -262,10 +259,13 @@ class Follower:
         """Writes the drafter for `drafttrain swap`, with what a new `Follower` needs to go on."""
         place = Path(folder).expanduser()
         self.head.save_pretrained(place)
-        kept: Json = {"taken": self.taken, "warm": self.training.warm}
-        kept["optimizer"] = self.training.optimizer.state_dict()
-        kept["proven"] = self._proven
-        kept["counts"] = [self._proven_counts, self._counts]
+        kept = {
+            "taken": self.taken,
+            "warm": self.training.warm,
+            "optimizer": self.training.optimizer.state_dict(),
+            "proven": self._proven,
+            "counts": [self._proven_counts, self._counts],
+        }
         with writing(place):
             torch.save(kept, place / STATE)
         return place

@@ -69,9 +69,7 @@ class TimeBudget:
     def begin(self, max_steps: int) -> None:
         """Starts the clock. max_steps: the recipe's own limit, which holds too; -1 for none."""
         self._last = self.clock()
-        self._most = 10**9
-        if max_steps > 0:
-            self._most = max_steps
+        self._most = max_steps if max_steps > 0 else 10**9
 
     def spend(
         self,

@@ -65,10 +65,7 @@ class Logs:
         self.seconds = 0.0
         self.loss = torch.tensor(0.0, device=args.device)  # sum since the last training log
         self.losses = 0.0  # sum until then
-        self.start = time.time()
-        # when the last training log was written, and what had been waited for states until then
-        self.clock = time.perf_counter()
-        self.began = self.clock  # the first step
+        # what had been waited for states until the last training log
         self.waited = 0.0
 
     def tell(self, event: str, **more: object) -> None:
@@ -85,8 +82,8 @@ class Logs:
 
     def begin(self) -> None:
         self.start = time.time()
-        self.clock = time.perf_counter()
-        self.began = self.clock
+        self.clock = time.perf_counter()  # when the last training log was written
+        self.began = self.clock  # the first step
         self.tell("on_init_end")
         self.tell("on_train_begin")
 
@@ -237,7 +234,8 @@ class Logs:
         self.add_tokens()
         figures["total_flos"] = self.state.total_flos
         if done:
-            figures["train_loss"] = (self.losses + self.loss.item()) / done
+            loss = self.accelerator.gather(self.loss).mean().item()  # over ranks, as in logs
+            figures["train_loss"] = (self.losses + loss) / done
         self.write(figures)
         self.tell("on_train_end")
 

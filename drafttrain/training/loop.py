@@ -28,7 +28,7 @@ from transformers import DefaultFlowCallback, TrainerControl
 
 from drafttrain.files import Json
 from drafttrain.states.ahead import Inputs
-from drafttrain.training.acceleration import OneProcess, is_deepspeed, learning_rate
+from drafttrain.training.acceleration import OneProcess, is_deepspeed
 from drafttrain.training.limits import SaveOnTerm
 from drafttrain.training.order import announced_batches, announced_steps, held_out_loader
 from drafttrain.training.run import Training
@@ -112,9 +112,7 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
     flow = DefaultFlowCallback()  # says by the recipe's intervals what is due after a step
 
     anchors = torch.tensor(0)  # of the running step, over all processes
-    max_norm = math.inf
-    if args.max_grad_norm > 0:
-        max_norm = args.max_grad_norm
+    max_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
 
     def coming() -> Iterator[list[Inputs]]:
         nonlocal anchors
@@ -143,7 +141,7 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
         evaluate(training)
 
     for taken in take_steps(learner, coming()):
-        rate = learning_rate(training.optimizer)
+        rate = float(training.optimizer.param_groups[0]["lr"])  # of the step just taken
         if not training.accelerator.optimizer_step_was_skipped:
             training.schedule.step()
         state.global_step += 1
@@ -169,7 +167,7 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
         if control.should_training_stop:
             break
     logs.end(training.scheduled_rows())
-    training.checkpoints.keep_best_alone()
+    training.checkpoints.rotate(ended=not stop.received)
 
 
 def _steps(training: Training) -> Iterator[list[Inputs]]:

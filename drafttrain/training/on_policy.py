@@ -118,10 +118,7 @@ class OnPolicy:
                 prompt = row["tokens"][:begin]
                 requests.append(ResponseRequest(str(number), prompt, limit, self.target.eos_ids))
         # Copying and sampling draw random numbers, and training's must not depend on refreshes.
-        devices = []
-        if self.target.device.type == "cuda":
-            devices = [self.target.device]
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             made = self._answer(requests)
         if self.args.world_size > 1:
             made = gather_object(made)

@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from drafttrain.data.loader import collate
 from drafttrain.errors import UserError
+from drafttrain.files import value_of
 from drafttrain.sequence_parallel import SequenceGroup, SharedBatches
 from drafttrain.states.ahead import MOST_STEPS, Inputs, ahead
 from drafttrain.states.source import BatchSource
@@ -160,7 +161,7 @@ class TrainingOrder:
         order = ByLength(
             lengths=list(self.rows["length"]),
             rows=args.train_batch_size * self.accumulated * groups,
-            seed=args.data_seed or args.seed,
+            seed=value_of(vars(args), "data_seed", args.seed),
             epoch=lambda: self.epoch,
         )
         if sequence is None:
@@ -224,9 +225,7 @@ def held_out_loader(
     if sequence is not None:
         order = SharedBatches(order, args.eval_batch_size, args.world_size, sequence.size)
     elif args.train_sampling_strategy == "group_by_length":
-        seed = args.seed
-        if args.data_seed is not None:
-            seed = args.data_seed
+        seed = value_of(vars(args), "data_seed", args.seed)
         order = LengthGroupedSampler(
             args.eval_batch_size,
             lengths=list(rows["length"]),

@@ -24,7 +24,7 @@ from drafttrain.training.acceleration import (
     is_deepspeed,
     prepared,
 )
-from drafttrain.training.checkpoint import Checkpoints, SavedPart, load_state, load_weights
+from drafttrain.training.checkpoint import Checkpoints, load_state, load_weights
 from drafttrain.training.held_out_decoding import DecodeHeldOut
 from drafttrain.training.limits import TimeBudget
 from drafttrain.training.logs import Logs
@@ -133,17 +133,12 @@ class Training:
         self.logs = Logs(
             args, self.state, self.accelerator, self.step, parameters, budget=run.budget
         )
-        parts: list[SavedPart] = []
-        if run.budget is not None:
-            parts.append(run.budget)
-        if run.on_policy is not None:
-            parts.append(run.on_policy)
         self.checkpoints = Checkpoints(
             args=args,
             state=self.state,
             accelerator=self.accelerator,
             trained=trained,
-            parts=parts,
+            parts=[part for part in (run.budget, run.on_policy) if part is not None],
         )
         if run.checkpoint is not None:
             self.checkpoints.load(run.checkpoint)

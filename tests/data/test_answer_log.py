@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from drafttrain.errors import UserError
 from drafttrain.inference.sequence import Generation, Stats
 from drafttrain.target import load_shell
 from tests.data.seeing import PLACEHOLDER, answer, shown, user
-from tests.files import FIXTURES
+from tests.files import FIXTURES, load_jsonl
 
 TARGET = str(FIXTURES / "target")
 ASKED = [{"role": "user", "content": "hi there"}]
@@ -142,21 +143,42 @@ def test_a_growing_log_is_read_once_and_whole_lines_only(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["renamed", "copied and truncated"])
-def test_rotation_loses_and_repeats_nothing(tmp_path, how):
+@pytest.mark.parametrize("system", ["", 5000 * "s"])
+def test_rotation_loses_and_repeats_nothing(tmp_path, how, system):
+    """Also where every line begins with the same long prompt."""
     log = tmp_path / "a.jsonl"
     old = tmp_path / "a.jsonl.1"
-    log.write_text("one\ntwo\n")
+    log.write_text(f"{system}one\n{system}two\n")
     reader = LogReader(log)
-    assert lines(reader) == ["one", "two"]
+    assert len(lines(reader)) == 2
     with log.open("a") as file:
-        file.write("three\n")
+        file.write(f"{system}three\n")
     if how == "renamed":
         os.rename(log, old)
     else:
         old.write_bytes(log.read_bytes())
-    log.write_text("four\n")
+    log.write_text(f"{system}four\n")
     (tmp_path / "a.jsonl.2.gz").write_bytes(b"packed\n")
-    assert sorted(lines(reader)) == ["four", "three"] and lines(reader) == []
+    assert sorted(lines(reader)) == [f"{system}four", f"{system}three"] and lines(reader) == []
+
+
+def test_a_folder_of_many_logs_is_read_once(tmp_path):
+    for number in range(120):
+        (tmp_path / f"{number}.jsonl").write_text(f"{number}\n" * (1 + number % 3))
+    reader = LogReader(tmp_path)
+    assert len(lines(reader, 1000)) == 240
+    with (tmp_path / "7.jsonl").open("a") as file:
+        file.write("more\n")
+    again = LogReader(tmp_path, reader.places)
+    assert lines(again) == ["more"] and lines(again) == []
+
+
+def test_a_log_that_is_renamed_meanwhile_is_read_by_the_next_call(tmp_path, monkeypatch):
+    log = tmp_path / "a.jsonl"
+    log.write_text("one\n")
+    reader = LogReader(tmp_path)
+    monkeypatch.setattr(reader, "_files", lambda: [log, tmp_path / "b.jsonl"])
+    assert lines(reader) == ["one"] and lines(reader) == []
 
 
 def test_a_folder_of_logs_and_the_newest_lines_of_a_long_one(tmp_path):
@@ -203,3 +225,28 @@ def test_a_line_without_an_end_is_passed_over(tmp_path, monkeypatch):
         file.write('y\n{"b": 2}\n')
     found = [line for _, _, line in LogReader(path, reader.places).read(10)[0]]
     assert found == [b"x" * 20 + b"y\n", b'{"b": 2}\n']
+
+
+@pytest.mark.parametrize("shared", ["by threads", "by processes"])
+def test_who_shares_a_log_loses_nothing_at_its_rotation(tmp_path, monkeypatch, shared):
+    path = tmp_path / "log.jsonl"
+    log = AnswerLog(path, most_bytes=150)
+    other = log
+    if shared == "by processes":
+        other = AnswerLog(path, most_bytes=150)
+    for _ in range(2):
+        log.add([1], Generation([4, 5, 6], Stats()))
+    second = threading.Thread(target=other.add, args=([2], Generation([4, 5, 6], Stats())))
+    replace = os.replace
+
+    def rotates(*names):
+        monkeypatch.undo()
+        second.start()
+        second.join(0.2)
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", rotates)
+    log.add([3], Generation([4, 5, 6], Stats()))
+    second.join()
+    kept = [row for file in tmp_path.iterdir() for row in load_jsonl(file)]
+    assert sorted(row["prompt_token_ids"] for row in kept) == [[1], [1], [2], [3]]

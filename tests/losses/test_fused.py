@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafttrain.errors import UserError
 from drafttrain.losses import (
     DIVERGENCES,
     StoredLogits,
@@ -115,6 +116,14 @@ def test_every_form_of_a_target(monkeypatch):
     )
     for form in forms:
         compare(monkeypatch, x, w, form, index, weight, "kl+reverse_kl+tv")
+
+
+def test_stored_top_k_has_no_temperature_here_either(monkeypatch):
+    x, w, target, index, weight = make()
+    monkeypatch.setattr(divergence, "has_kernel", lambda hidden: True)
+    rows = StoredTopK.of_tokens(target.sampled, 151)
+    with pytest.raises(UserError, match="@2 cannot be applied to stored top-k"):
+        linear_divergence(x, w, rows, index, weight, "kl+tv@2", measure=False)
 
 
 def test_an_agreeing_drafter_is_seen(monkeypatch):

@@ -287,7 +287,7 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line_that_names_the_checkpoint_
     assert main(["train", *words]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert server.url in error and error.endswith(
-        f"{tmp_path / 'cut' / 'drafter' / 'checkpoint-4'} is kept"
+        f"{tmp_path / 'cut' / 'drafter' / 'checkpoint-4'} is kept, the same command continues from there"
     )
     monkeypatch.setattr(Checkpoints, "save_model", save)
     server.start()

@@ -290,6 +290,12 @@ def test_every_process_of_a_launch_would_start_a_server(tmp_path):
         )
 
 
+def test_several_processes_do_not_delete_each_others_states(tmp_path):
+    words = ["features", "--data", str(tmp_path), "--overwrite"]
+    with pytest.raises(UserError, match="overwrite=True with several processes"):
+        features.check_backend(parsed(*words), Share(0, 8))
+
+
 # -- the real engine --------------------------------------------------------------------------------------------------
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from drafttrain import Follower, follow
+from drafttrain.drafters.registry import load_trained
 from drafttrain.drafters.shipping import find_drafter
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import export
@@ -21,7 +23,7 @@ PROMPTS = [[5, 6, 7 + number, 8] for number in range(12)]
 
 
 def moved(seed: int = 0, by: float = 0.02):
-    """A policy whose weights have moved, in training mode, with one frozen weight."""
+    """A policy whose weights have moved, in training mode, with one frozen weight, and one that has no gradient."""
     policy = make_target().model
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -31,6 +33,8 @@ def moved(seed: int = 0, by: float = 0.02):
     policy.requires_grad_(True).train()
     policy.model.norm.weight.requires_grad_(False)
     policy.model.layers[1].eval()
+    whole = torch.zeros(2, dtype=torch.uint8)  # as quantized weights are
+    policy.lm_head.register_parameter("whole", torch.nn.Parameter(whole, requires_grad=False))
     return policy
 
 
@@ -76,6 +80,27 @@ def test_a_followed_head_improves_and_the_policy_is_untouched(head_folder):
     assert passes(policy, follower) < 0.8 * stale
 
 
+def test_the_random_numbers_of_all_gpus_are_as_before(head_folder, monkeypatch):
+    follower = Follower(str(head_folder), moved(), make_tokenizer(), steps=1)
+    kept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda gpus: kept.extend(gpus) or nullcontext())
+    follower.follow([([5, 6, 7, 8], 1)])
+    assert kept == [0, 1]  # the policy may be on another one than the head was
+
+
+def test_a_head_in_bfloat16_learns_in_float32(head_folder, tmp_path):
+    half = load_trained(str(head_folder)).bfloat16()
+    half.save_pretrained(tmp_path)
+    follower = Follower(str(tmp_path), moved(), make_tokenizer(), steps=4)
+    before = {name: weight.clone() for name, weight in follower.head.named_parameters()}
+    follower.follow(rollouts_of(follower.policy))
+    for name, weight in follower.head.named_parameters():
+        assert torch.equal(before[name], dict(half.named_parameters())[name].float())
+        if weight.requires_grad:  # its steps are far below the distance of two numbers of bfloat16
+            assert (weight != before[name]).float().mean() > 0.5
+
+
 def test_a_head_is_judged_before_it_learns_and_a_worse_one_goes_back(head_folder):
     policy = moved()
     rollouts = rollouts_of(policy)
@@ -107,6 +132,14 @@ def test_judges_can_be_left_out(head_folder):
     rollouts = rollouts_of(policy)[:4]
     for _ in range(2):
         assert follower.follow(rollouts).ratio is None
+
+
+def test_answers_without_a_prompt_train_and_judge(head_folder):
+    policy = moved()
+    follower = Follower(str(head_folder), policy, make_tokenizer(), steps=1)
+    rollouts = [(tokens, 0) for tokens, _ in rollouts_of(policy)]
+    assert follower.follow(rollouts).ratio is None
+    assert follower.follow(rollouts).ratio.value == pytest.approx(1, abs=0.2)
 
 
 def test_the_tensors_are_those_of_the_export(head_folder, tmp_path):

@@ -24,7 +24,9 @@ def logs(budget: TimeBudget | None = None, joins: float = 0.0) -> Logs:
     )
     state = TrainerState(max_steps=20)
     state.is_world_process_zero = True
-    return Logs(args, state, OneProcess(), step, 1, budget)
+    made = Logs(args, state, OneProcess(), step, 1, budget)
+    made.begin()
+    return made
 
 
 def test_depths_without_a_figure_are_dashes(capsys):

@@ -50,6 +50,12 @@ def test_a_run_that_begins_at_any_step_reads_the_same_rows(order, strategy):
         assert indices(order(strategy).steps(first, 14)) == whole[first:]
 
 
+def test_a_seed_of_the_order_counts_also_if_it_is_0(order):
+    other = indices(order(seed=7).steps(0, 5))
+    assert indices(order(seed=7, data_seed=0).steps(0, 5)) != other
+    assert indices(order(seed=0, data_seed=7).steps(0, 5)) == other
+
+
 def test_an_epoch_ends_with_fewer_micro_batches_and_says_how_far_it_is(order):
     made = order("sequential")  # 12 batches of two rows, the last one of one: six steps
     assert made.steps_per_epoch == 6 and made.total_steps() == 18

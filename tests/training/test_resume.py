@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -184,12 +186,19 @@ def test_wandb_has_the_values(whole):
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, capsys, number):
-    words = recipe(tmp_path, tiny, decode_prompts=0)
+    """From its last step, also if one checkpoint may stay and an earlier one is the best."""
+    words = recipe(tmp_path, tiny, decode_steps=1, save_total_limit=1)
+    lengths = itertools.chain([2.0], itertools.repeat(1.0))
+    monkeypatch.setattr(
+        "drafttrain.train.acceptance", lambda *_: {"accepted_length": next(lengths)}
+    )
     plain = TrainingStep.compute_loss
     signals = iter([number])
+    copied = tmp_path / "drafter" / "checkpoint-1-copied"
 
     def signalled(self, *args, **kwargs):
         if self.state.global_step == 1 and (number := next(signals, None)):
+            shutil.copytree(tmp_path / "drafter" / "checkpoint-1", copied)
             os.kill(os.getpid(), number)
         return plain(self, *args, **kwargs)
 
@@ -203,6 +212,10 @@ def test_a_signal_saves_first_and_the_run_goes_on(tiny, tmp_path, monkeypatch, c
     assert signal.getsignal(number) == before
     assert main(["train", *words, "max_steps=3"]) == 0
     assert "checkpoint-2" in capsys.readouterr().out
+    assert {path.name for path in copied.parent.glob("checkpoint-*")} == {
+        "checkpoint-1",
+        copied.name,
+    }
 
 
 @pytest.mark.thorough

@@ -78,10 +78,15 @@ def test_completions_of_the_trainer_are_followed(head_folder, tmp_path):
     target = make_target()
     follower = Follower(str(head_folder), target.model, target.tokenizer, steps=1)
     following = FollowPolicy(follower)
-    args = trainer_of(tmp_path).args
+    target.tokenizer.chat_template += "{{ tone }}"
+    args = trainer_of(tmp_path, chat_template_kwargs={"tone": "q"}).args
     event = (args, TrainerState(global_step=1), TrainerControl())
+    following.on_train_begin(*event, model=target.model)
     with pytest.raises(UserError, match="has no rollouts"):
         following.on_step_end(*event)
+    following.watch(prompts=PROMPTS[1:], completion_ids=[[7]])
+    (tokens, start), *_ = following.last
+    assert target.tokenizer.decode(tokens[:start]).endswith("q")  # as the trainer has rendered it
     rewards = following.watch(prompts=PROMPTS, completions=["", ""], completion_ids=[[5, 6], [7]])
     assert rewards == [None, None]
     following.on_step_end(*event)

@@ -175,7 +175,8 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             raise UserError(
                 f"kind={cls.kind!r}, but init={init!r} holds a drafter of kind {kind!r}; set that kind"
             )
-        drafter = cls.load(drafter_folder(init, "init"))
+        # Published heads are bfloat16, in which the steps of training would be rounded away.
+        drafter = cls.load(drafter_folder(init, "init")).float()
         config = drafter.config
         # Keys of the training follow the recipe; all others must be as saved.
         for name, value in options.items():
