@@ -24,10 +24,9 @@ from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import batch_schedule
 from drafttrain.export.serving_recipes import (
     as_text,
-    engine_depth,
+    engine_chain,
     own_drafting,
     recipes,
-    tuned_tree,
 )
 from drafttrain.files import hub_snapshot, is_hub_id, write_json
 from drafttrain.folders import OutputFolder, beside, check_folder, inputs_of
@@ -77,9 +76,9 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
 
     # Write the files.
     depth = args.speculative_tokens
-    # Engines draft chains: the depth of the tree that was tuned here.
+    # Engines draft chains: the one that was tuned here, else the depth of the tuned tree.
     if depth is None:
-        depth = engine_depth(trained, tuned_tree(trained.folder))
+        depth = engine_chain(trained)
     target = trained.target_name
     if args.target:
         target = args.target

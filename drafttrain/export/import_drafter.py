@@ -51,7 +51,8 @@ def convert(args: argparse.Namespace, output: OutputFolder) -> int:
             if form != "gguf" and not kind.unsupported(trained, form):
                 exported = scratch / "engine"
                 dtype = next(drafter.parameters()).dtype
-                kind.write(trained, form, ExportRequest(exported, dtype, args.target))
+                depth = kind.checked_depth(trained.config)
+                kind.write(trained, form, ExportRequest(exported, dtype, args.target, depth))
                 kind.check(trained, exported)
                 break
 

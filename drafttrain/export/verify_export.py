@@ -21,7 +21,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.engine_runs import EngineJob, SeenPrompt, missing
 from drafttrain.export.export_drafter import export
-from drafttrain.export.serving_recipes import engine_depth, tuned_tree
+from drafttrain.export.serving_recipes import engine_chain
 from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
 from drafttrain.export.verify_matrix import (
     DrafterRows,
@@ -126,7 +126,7 @@ def _one_drafter(
         )
     depth = args.speculative_tokens
     if depth is None:
-        depth = engine_depth(trained, tuned_tree(trained.folder))
+        depth = engine_chain(trained)
     block = kind.block_depth(trained)
     if block and depth != block:
         raise UserError(

@@ -27,7 +27,7 @@ from drafttrain.evaluation.metrics import load_results, read_training
 from drafttrain.evaluation.plausibility import implausible
 from drafttrain.evaluation.verdicts import verdict_on
 from drafttrain.export.batch_schedule import batch_schedule
-from drafttrain.export.serving_recipes import engine_chain, engine_depth, recipes, tuned_tree
+from drafttrain.export.serving_recipes import engine_chain, recipes, tuned_tree
 from drafttrain.export.verify_matrix import VerifyRow
 from drafttrain.files import Json, read_json
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
@@ -131,11 +131,12 @@ def prepare(
 
     # The drafter, in our form and in the engines'.
     tree = tuned_tree(trained.folder, results)
+    depth = engine_chain(trained, results)
     request = ExportRequest(
         folder,
         resolve_dtype(args.dtype),
         base_model,
-        engine_depth(trained, tree),
+        depth,
         source=trained.target_name,
     )
     files = kind.publish(trained, request)  # names, and what each file is
@@ -145,7 +146,7 @@ def prepare(
     settings: Json = {"tree": str(tree)}
     chain = decoding_settings(str(trained.folder)).get("chain")
     if chain or results:  # for engines that draft chains
-        settings["chain"] = f"chain:{engine_chain(trained, results)}"
+        settings["chain"] = f"chain:{depth}"
     write_clean_json(folder / "decoding.json", settings)
     files.append(("decoding.json", about_tree))
     training = read_training(trained.folder)  # none for a drafter from elsewhere
