@@ -286,7 +286,8 @@ def speculation(before: Samples, after: Samples) -> Json:
         acceptance_by_depth as in results.json; empty if the page has no such figures or nothing was
         drafted.
     """
-    if increase(before, after, "drafts") > 0:
+    # Without a first reading the counters hold all requests since the server began.
+    if before and increase(before, after, "drafts") > 0:
         return _of_counters(before, after)
     lengths = [value for _, value in after.get("sglang:spec_accept_length", []) if value > 0]
     rates = [value for _, value in after.get("sglang:spec_accept_rate", [])]
