@@ -76,7 +76,7 @@ class ServedHead:
             "folder": self.served.folder,
             "sha256": self.served.digest,
             "root": self.root,
-            "dtype": str(self.served.config.get("torch_dtype")),
+            "dtype": self.served.dtype,
         }
 
     def check(self, name: str, wanted: str) -> Answer:
