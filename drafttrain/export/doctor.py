@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,11 +78,16 @@ def read_head(args: argparse.Namespace) -> Patient:
     config = read_config(folder)
     target: Target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
     batch = None
-    if args.texts and any(Path(resolve_target(args.target)).glob("*.safetensors")):
+    has_weights = any(Path(resolve_target(args.target)).glob("*.safetensors"))
+    if args.texts and has_weights:
         target = load_target(args)
         batch = texts(args, target)
+    elif args.texts:
+        why = f"target={args.target!r} is not a folder with weights, so it writes no texts to compare with"
+        print(f"note: {why}; download it and give its folder", file=sys.stderr, flush=True)
     patient = Patient(dict(entries(config)), target)
-    patient.template = read_config(folder, "tokenizer_config.json", {}).get("chat_template", "")
+    described = read_config(folder, "tokenizer_config.json", {})
+    patient.template = value_of(described, "chat_template", "")
     for path in folder.glob("chat_template.jinja"):
         patient.template = path.read_text(encoding="utf-8")
     try:

@@ -130,12 +130,14 @@ class DrafterRows:
         Where our decoder cannot run the drafter, texts are compared with plain decoding's.
         """
         mine = self.ours
+        ratio = 1.0
         if mine:
             texts = mine["tokens"]
-            ratio = theirs["accepted_length"] / mine["accepted_length"]
+            # 0 where every answer ends with its first token: no round was run.
+            if mine["accepted_length"]:
+                ratio = theirs["accepted_length"] / mine["accepted_length"]
         else:
             texts = ours(self.job, None)["tokens"]
-            ratio = 1.0
         pairs = list(zip(texts, theirs["tokens"], strict=True))
         same = sum(a == b for a, b in pairs)
 
@@ -206,7 +208,9 @@ def as_line(row: VerifyRow) -> str:
     ours = row["ours"]
     here = "no run here"
     if ours is not None:
-        here = f"ours {ours:.3f} ({theirs / ours - 1:+.1%})"
+        here = f"ours {ours:.3f}"
+    if ours:
+        here += f" ({theirs / ours - 1:+.1%})"
     return f"{row['engine']}: accepted length {theirs:.3f}, {here}; {same}"
 
 

@@ -312,10 +312,18 @@ def test_releases_without_a_bug_are_not_accused(odd, examine):
 
 def test_the_head_of_another_chat_template(heads, examine, tmp_path, tiny):
     folder = rewritten(heads["MedusaModel"], tmp_path / "head", lambda *_: None)
+    dump_json(folder / "tokenizer_config.json", {"chat_template": None})
+    assert not accused(examine(folder, texts=0))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert accused(examine(folder, texts=0)) == ["chat template"]
     (folder / "chat_template.jinja").write_text(tiny.target.tokenizer.chat_template)
     assert not accused(examine(folder, texts=0))
+
+
+def test_texts_that_cannot_be_written_are_said(heads, examine, monkeypatch, capsys):
+    monkeypatch.setattr(module, "resolve_target", lambda _: "org/name")
+    assert "agreement" not in examine(heads["MedusaModel"])
+    assert "is not a folder with weights, so it writes no texts" in capsys.readouterr().err
 
 
 def test_a_command_writes_the_table_and_says_what_is_wrong(heads, tiny, tmp_path, capsys):
