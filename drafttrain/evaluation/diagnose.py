@@ -321,7 +321,9 @@ def _temperature(results: Json, others: Sequence[Json]) -> Json | None:
     heat = results["decoding"]["temperature"]
     cooler = []
     for other in others:
-        if other["drafter"] == results["drafter"] and other["decoding"]["temperature"] < heat:
+        # Prompts of another suite accept less or more at any temperature.
+        same = all(other[key] == results[key] for key in ("drafter", "target", "suite"))
+        if same and other["decoding"]["temperature"] < heat:
             cooler.append(other)
     if not cooler:
         return None

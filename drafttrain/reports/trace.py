@@ -307,7 +307,7 @@ def record(
         )
         for node in path:
             trace.pieces.append(Piece(next(texts), nodes[node].depth, number, nodes[node].match))
-        if own:
+        if len(tokens) > len(path):  # its text may be empty
             trace.pieces.append(Piece(next(texts), 0, number))
     return trace
 
