@@ -131,9 +131,7 @@ class ExportRequest(NamedTuple):
 
     def target_of(self, trained: Trained) -> str:
         """`target_files`, or the target that the drafter records; empty if neither is known."""
-        if self.target_files:
-            return self.target_files
-        return trained.target_name
+        return self.target_files or trained.target_name
 
 
 class Exported(NamedTuple):

@@ -124,10 +124,7 @@ def _speedup(figures: Json, baseline: str) -> float | None:
 def interval_of(figures: Json, baseline: str) -> list[float] | None:
     """The recorded interval of a speed-up; earlier versions wrote none."""
     confidence = value_of(figures, "confidence", {})
-    speedups = confidence.get("speedup")
-    if not speedups:
-        return None
-    return speedups.get(baseline)
+    return value_of(confidence, "speedup", {}).get(baseline)
 
 
 def verdict_of(figures: Json) -> SpeedupVerdict:

@@ -124,9 +124,7 @@ def _one_drafter(
             f"drafter={args.drafter!r}: no engine format is known "
             f"for kind {trained.kind!r} to verify"
         )
-    depth = args.speculative_tokens
-    if depth is None:
-        depth = engine_chain(trained)
+    depth = args.speculative_tokens or engine_chain(trained)
     block = kind.block_depth(trained)
     if block and depth != block:
         raise UserError(
@@ -152,9 +150,7 @@ def _one_drafter(
             )
 
     # The proof of the files alone.
-    name = trained.target_name
-    if args.target:
-        name = args.target
+    name = args.target or trained.target_name
     found: Json = {}
     if args.engine != "all":
         if not args.exported:
@@ -242,12 +238,8 @@ def _all_kinds(
     prompts = tiny_prompts(args.prompts)
     sides = []
     for trained in shipped_drafters(target, prompts, args.max_new_tokens, scratch):
-        depth = 3
-        if args.speculative_tokens is not None:
-            depth = args.speculative_tokens
         block = shipping(trained.kind).block_depth(trained)
-        if block:
-            depth = block
+        depth = block or args.speculative_tokens or 3
         job = EngineJob(
             trained=trained,
             target=target,

@@ -142,7 +142,7 @@ def prepare(
     files = kind.publish(trained, request)  # names, and what each file is
     about_tree = "the tree to draft"
     if results:
-        about_tree = "the tree to draft, as measured to be fastest"
+        about_tree += ", as measured to be fastest"
     settings: Json = {"tree": str(tree)}
     chain = decoding_settings(str(trained.folder)).get("chain")
     if chain or results:  # for engines that draft chains
@@ -180,9 +180,7 @@ def prepare(
     if training.get("parameters"):
         weights = f"{training['parameters']:,}"
     # A drafter repeats parts of its target, whose license it takes unless one is given.
-    license = args.license
-    if not license:
-        license = _target_license(trained)
+    license = args.license or _target_license(trained)
     metadata = {
         "base_model": base_model if "/" in base_model else "",
         "license": license,
@@ -313,9 +311,7 @@ def base_model_name(trained: Trained, given: str) -> str:
     Raises:
         UserError: the drafter records no target, or one by a local path only.
     """
-    name = trained.target_name
-    if given:
-        name = given
+    name = given or trained.target_name
     if not name:
         raise UserError("the drafter does not record its target; pass --base-model user/name")
     public = public_name(name)

@@ -151,11 +151,8 @@ class Trace:
     @property
     def depths(self) -> range:
         """The depths at which tokens were accepted, from 1."""
-        deepest = 0
-        for piece in self.pieces:
-            if not piece.match:
-                deepest = max(deepest, piece.depth)
-        return range(1, deepest + 1)
+        depths = [piece.depth for piece in self.pieces if not piece.match]
+        return range(1, max(depths, default=0) + 1)
 
     @property
     def matched(self) -> int:

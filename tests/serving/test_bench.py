@@ -261,7 +261,7 @@ def test_replies_are_bounded(monkeypatch, status, piece, encoding, error):
         async with httpx.AsyncClient(transport=httpx.MockTransport(reply)) as requests:
             server = client.Server("http://server", "m")
             assert await client.read_metrics(requests, server) == {}
-            return await client.ask(requests, server, {"messages": []})
+            return await client.ask(requests, server, {"messages": []}, 5.0)
 
     answer = asyncio.run(asked())
     assert f"{answer.error}: {answer.detail}" == error

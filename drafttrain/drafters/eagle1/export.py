@@ -126,7 +126,8 @@ class Eagle1Shipping(Shipping[Eagle1]):
         where = checkpoint.where
         found = {}
         for name, weight in checkpoint.weights.items():
-            found[name.removeprefix("model.")] = weight
+            if not name.endswith("rotary_emb.inv_freq"):
+                found[name.removeprefix("model.")] = weight
         if "fc.weight" not in found:
             raise UserError(
                 f"{where} has no fc.weight: a language model needs no import; pass it as a drafter"
@@ -135,9 +136,6 @@ class Eagle1Shipping(Shipping[Eagle1]):
         if table is not None:
             check_embedding(table, target["name"], where)
         found.pop("lm_head.weight", None)  # engines draft with the target's head too
-        for name in list(found):
-            if name.endswith("rotary_emb.inv_freq"):
-                del found[name]
         bias = found.get("fc.bias")
         if bias is not None and not bias.any():
             del found["fc.bias"]
