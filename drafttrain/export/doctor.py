@@ -92,6 +92,7 @@ def read_head(args: argparse.Namespace) -> Patient:
         patient.template = path.read_text(encoding="utf-8")
     try:
         if "drafter_kind" in config or (folder / registry.META_FILE).is_file():
+            patient.kind = str(config.get("drafter_kind", ""))
             patient.weights = read_weights(folder)
             head = registry.load_trained(str(folder))
         else:
@@ -106,7 +107,8 @@ def read_head(args: argparse.Namespace) -> Patient:
             if batch is not None and not CHECKS["mask token"](patient):
                 patient.agreement = measure(head, target, batch)
     except UserError as error:
-        patient.refusal = str(error)
+        # The words of a path say nothing about the head.
+        patient.refusal = str(error).replace(repr(str(folder)), "the head")
     return patient
 
 

@@ -99,11 +99,8 @@ class Serving(NamedTuple):
 
     def over(self, defaults: Mapping[str, object]) -> Json:
         """The kind's options over an engine's defaults; None drops a key."""
-        chosen = {}
-        for key, value in {**defaults, **self.options}.items():
-            if value is not None and key not in (TARGET_OVERRIDES, TOKENIZERS):
-                chosen[key] = value
-        return chosen
+        every = {**defaults, **self.options, TARGET_OVERRIDES: None, TOKENIZERS: None}
+        return {key: value for key, value in every.items() if value is not None}
 
 
 def ours(job: EngineJob, drafter: Drafter | None) -> Json:

@@ -84,10 +84,8 @@ def find_kind(folder: Path) -> Shipping:
     for name in shipped_kinds():
         if shipping(name).recognizes(config):
             return shipping(name)
-    found = {}
-    for key in ("architectures", "speculators_model_type", "model_type"):
-        if config.get(key):
-            found[key] = config[key]
+    keys = ("architectures", "speculators_model_type", "model_type")
+    found = {key: config[key] for key in keys if config.get(key)}
     raise UserError(
         f"checkpoint={str(folder)!r} has {found or 'no architectures'}; import reads {_READS}"
     )

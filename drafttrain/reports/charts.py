@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drafttrain.extras import require
-from drafttrain.files import replacing, writing
+from drafttrain.files import Json, replacing, writing
 from drafttrain.folders import PICTURE_SIGN
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _STAND_INS = {name: f"#fe01{index:02x}" for index, name in enumerate(_LIGHT)}
 _MARKERS = "osD^vPX"
 _TONES = 6
 _WIDTH = 4.4  # inches
-_DASHED: Any = {"linewidth": 1, "linestyle": (0, (3, 2))}
+_DASHED: Json = {"linewidth": 1, "linestyle": (0, (3, 2))}
 _LABEL_ROOM = 60  # characters of labels beside each other
 Span = tuple[float, float]
 
@@ -358,7 +358,7 @@ def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
                 places.append(place)
                 values.append(value)
         width = 2.2
-        style: Any = "-"
+        style: object = "-"
         size = 6
         if one.dashed:
             width = 1.6

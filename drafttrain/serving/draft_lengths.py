@@ -112,9 +112,7 @@ def servers(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Engin
 def _check_lengths(trained: Trained, lengths: Sequence[int]) -> None:
     """Raises UserError: the drafter does not draft so many tokens in an engine."""
     block = shipping(trained.kind).block_depth(trained)
-    for length in lengths:
-        if not length:
-            continue
+    for length in filter(None, lengths):
         if block and length != block:
             raise UserError(
                 f"draft-lengths={length}: this drafter drafts blocks of {block} tokens; give 0,{block}"

@@ -241,6 +241,7 @@ FAULTS = {
         {"vLLM #48894 0.26.0"}, "LlamaForCausalLMEagle3", keys(max_position_embeddings=2048),
         {**OFF, "engine_version": "0.26.0"}),
     "a key that nobody knows": Fault({"import"}, "MedusaModel", keys(warp_factor=9), OFF),
+    "a form that nobody reads": Fault({"import"}, "MedusaModel", keys(architectures=["Oracle"]), OFF),
 }  # fmt: skip
 
 
