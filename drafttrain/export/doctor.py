@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         if row.verdict == WRONG:
             fault(f"{row.check}: {row.evidence}")
             status = 1
-    found: Json = {"command": command_line(), "releases": releases}
-    found["rows"] = [row._asdict() for row in rows]
+    named = [row._asdict() for row in rows]
+    found: Json = {"command": command_line(), "releases": releases, "rows": named}
     for path in wrote:
         write_clean_json(path, found)
     conclude(found, wrote)

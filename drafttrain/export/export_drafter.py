@@ -24,6 +24,7 @@ from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import batch_schedule
 from drafttrain.export.serving_recipes import (
     as_text,
+    check_block,
     engine_chain,
     own_drafting,
     recipes,
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     # Write the files.
     # Engines draft chains: the one that was tuned here, else the depth of the tuned tree.
     depth = args.speculative_tokens or engine_chain(trained)
+    if args.format != "gguf":  # llama.cpp takes a part of a block
+        check_block(trained, depth)
     target = args.target or trained.target_name
     # A drafter from elsewhere may not record its target.
     if args.target and not trained.target:

@@ -186,6 +186,16 @@ def engine_depth(trained: Trained, tree: TreeSpec) -> int:
     return tree.depth
 
 
+def check_block(trained: Trained, depth: int) -> None:
+    """Raises UserError: a drafter of blocks drafts all of a block, whatever number is asked for."""
+    block = shipping(trained.kind).block_depth(trained)
+    if block and depth != block:
+        raise UserError(
+            f"speculative-tokens={depth}: this drafter drafts blocks of {block} tokens; "
+            "drop the flag"
+        )
+
+
 def tuned_tree(folder: Path, results: Sequence[Json] = ()) -> TreeSpec:
     """The tree to serve with.
 

@@ -21,7 +21,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.engine_runs import EngineJob, SeenPrompt, missing
 from drafttrain.export.export_drafter import export
-from drafttrain.export.serving_recipes import engine_chain
+from drafttrain.export.serving_recipes import check_block, engine_chain
 from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
 from drafttrain.export.verify_matrix import (
     DrafterRows,
@@ -125,12 +125,7 @@ def _one_drafter(
             f"for kind {trained.kind!r} to verify"
         )
     depth = args.speculative_tokens or engine_chain(trained)
-    block = kind.block_depth(trained)
-    if block and depth != block:
-        raise UserError(
-            f"speculative-tokens={depth}: this drafter drafts blocks of {block} tokens; "
-            "drop the flag"
-        )
+    check_block(trained, depth)
     if args.engine == "auto":
         args.engine = installed_engine(kind.verifiable, pythons)
     if args.engine not in ("none", "all", *kind.verifiable):
@@ -182,7 +177,7 @@ def _one_drafter(
         prompts.append(prompt)
     if seen and depth > 1 and has_mrope(target.model.config):
         print(f"note: {MROPE_NOTE}", file=sys.stderr, flush=True)
-        if args.speculative_tokens is None and not block:
+        if args.speculative_tokens is None and not kind.block_depth(trained):
             depth = 1  # later drafts are in wrong slots there
     if len(prompts) < FEW:
         print(

@@ -285,8 +285,9 @@ def record(
     for number, seen in enumerate(rounds, 1):
         path = seen.verdict.path
         tokens = seen.verdict.tokens
+        has_own = len(tokens) > len(path)
         own = ""
-        if len(tokens) > len(path):
+        if has_own:
             own = decode(tokenizer, tokens[-1:])
         root = trace.pieces[-1].text
         nodes = _nodes(tokenizer, seen)
@@ -304,7 +305,7 @@ def record(
         )
         for node in path:
             trace.pieces.append(Piece(next(texts), nodes[node].depth, number, nodes[node].match))
-        if len(tokens) > len(path):  # its text may be empty
+        if has_own:  # its text may be empty
             trace.pieces.append(Piece(next(texts), 0, number))
     return trace
 
