@@ -115,8 +115,8 @@ def bench_server(
         raise UserError(
             "--draft-lengths, --target and flags behind -- go with --drafter; give that too"
         )
-    if drafter is not None and (url2 or model or model2):
-        raise UserError("--url2, --model and --model2 go with --url; drop them, or --drafter")
+    if drafter is not None and (url2 or model):
+        raise UserError("--url2 and --model go with --url; drop them, or --drafter")
     if model2 and not url2:
         raise UserError(f"--model2={model2!r} goes with --url2; give that too")
     draft_lengths = draft_lengths or (0, 1, 2, 3, 5)
