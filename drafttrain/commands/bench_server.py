@@ -118,6 +118,6 @@ def bench_server(
     if drafter is not None and (url2 or model):
         raise UserError("--url2 and --model go with --url; drop them, or --drafter")
     if model2 and not url2:
-        raise UserError(f"--model2={model2!r} goes with --url2; give that too")
+        raise UserError("--model2 goes with --url2; give that too")
     draft_lengths = draft_lengths or (0, 1, 2, 3, 5)
     return result_of("serving.bench", locals())

@@ -80,7 +80,7 @@ class SuiteRow(TypedDict):
     question_id: NotRequired[str | int | None]
     category: NotRequired[Category | None]
     turns: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(min_length=1)]
-    images: NotRequired[list[str] | None]
+    images: NotRequired[list[str]]
     image: NotRequired[str | None]  # the same for a single one
     opening: NotRequired[list[OpeningMessage]]
     tools: NotRequired[list[SuiteTool]]

@@ -83,8 +83,12 @@ def read_head(args: argparse.Namespace) -> Patient:
         target = load_target(args)
         batch = texts(args, target)
     elif args.texts:
-        why = f"target={args.target!r} is not a folder with weights, so it writes no texts to compare with"
-        print(f"note: {why}; download it and give its folder", file=sys.stderr, flush=True)
+        print(
+            f"note: target={args.target!r} is not a folder with weights, so it writes no texts to "
+            "compare with; download it and give its folder",
+            file=sys.stderr,
+            flush=True,
+        )
     patient = Patient(dict(entries(config)), target)
     described = read_config(folder, "tokenizer_config.json", {})
     patient.template = value_of(described, "chat_template", "")

@@ -75,7 +75,8 @@ class ServedHead:
         return {
             "folder": self.served.folder,
             "sha256": self.served.digest,
-            "root": self.root,
+            # Clients stand elsewhere.
+            "root": str(Path(self.root).resolve()),
             "dtype": self.served.dtype,
         }
 

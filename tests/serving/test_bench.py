@@ -432,7 +432,7 @@ def test_each_draft_length_is_served_and_compared_with_the_first(bench, head, ca
         ("--url http://127.0.0.1:9 --draft-lengths 1", "--draft-lengths, --target and flags"),
         ("--drafter D --url2 http://127.0.0.1:9", "--url2 and --model go with --url"),
         ("--drafter D --model m", "--url2 and --model go with --url"),
-        ("--url http://127.0.0.1:9 --model2 m", "--model2='m' goes with --url2"),
+        ("--url http://127.0.0.1:9 --model2 m", "--model2 goes with --url2"),
         ("--drafter D --target T --engine-python E -- --model m", "--model is set by this command"),
         ("--drafter D --target T --engine sglang", "no sglang in"),
         (

@@ -67,6 +67,12 @@ def test_a_head_is_swapped_in_and_back_in_all_workers(heads):
     assert [head.value for head in route.heads] == [1.0, 1.0]
 
 
+def test_a_root_is_named_in_full(heads, monkeypatch):
+    monkeypatch.chdir(heads.parent)
+    monkeypatch.setenv(ROOT, heads.name)
+    assert asyncio.run(route_of(heads / "a").show())["root"] == str(heads)
+
+
 def test_a_load_that_fails_is_rolled_back_in_all_workers(heads):
     route = route_of(heads / "a", workers=2)
     route.heads[1].fails = True
