@@ -539,10 +539,10 @@ class Shipping(Generic[D]):
         if is_float8(config):
             weights = widened(weights)
         found = Exported(where, config, weights)
-        self.check_published(found)
-        export = self.published(found, target)
-        like = cast(D, _Whole(target))
         try:
+            self.check_published(found)
+            export = self.published(found, target)
+            like = cast(D, _Whole(target))
             with torch.device("meta"):
                 drafter = self.drafter_from(like, export)
             shapes = self.engine_shapes(drafter, export.config)
@@ -552,9 +552,13 @@ class Shipping(Generic[D]):
             check_names(export.weights, shapes, where)
             check_finite(export.weights.items(), where, "get an intact copy of it")
             state = self.drafter_weights(like, drafter, export)
+            drafter.load_state_dict(state, assign=True)
         except KeyError as error:
             raise UserError(f"{where}: config.json has no {error}; it is needed") from error
-        drafter.load_state_dict(state, assign=True)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise UserError(
+                f"{where} has values of another form ({first_line(error)}); get an intact copy of it"
+            ) from error
         largest = max(export.weights.values(), key=Tensor.numel)  # [vocabulary, width]
         return cast(D, drafter.to(largest.dtype).eval())  # type: ignore[arg-type]
 

@@ -81,7 +81,7 @@ class SuiteRow(TypedDict):
     category: NotRequired[Category | None]
     turns: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(min_length=1)]
     images: NotRequired[list[str]]
-    image: NotRequired[str | None]  # the same for a single one
+    image: NotRequired[object]  # a single one
     opening: NotRequired[list[OpeningMessage]]
     tools: NotRequired[list[SuiteTool]]
     chat_template_kwargs: NotRequired[Json]

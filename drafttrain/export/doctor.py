@@ -14,7 +14,7 @@ from drafttrain.batch import Batch
 from drafttrain.drafters import registry
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.published_keys import entries
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.agreement import measure
 from drafttrain.export.doctor_checks import CHECKS, WRONG, Finding, Patient, rows_of
@@ -41,11 +41,16 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0 if everything fits, else 1."""
     wrote = []
     if args.output is not None:
-        wrote.append(output_file(args.output, "doctor", inputs_of(args)))
+        wrote = [output_file(args.output, "doctor", inputs_of(args))]
     releases = releases_of(args.engine_version)
-    patient = read_head(args)
     table = read_yaml(_TABLE.read_text(encoding="utf-8"), _TABLE.name)
-    rows = [*rows_of(patient, table["rows"]), *bugs_met(patient, table["bugs"], releases)]
+    try:
+        patient = read_head(args)
+        rows = [*rows_of(patient, table["rows"]), *bugs_met(patient, table["bugs"], releases)]
+    except (TypeError, ValueError, IndexError) as error:
+        raise UserError(
+            f"head={args.head!r} has values of another form ({first_line(error)}); get an intact copy"
+        ) from error
     wide_console().print(table_of(Finding._fields, rows))
     status = 0
     for row in rows:
@@ -87,16 +92,16 @@ def read_head(args: argparse.Namespace) -> Patient:
             f"note: target={args.target!r} is not a folder with weights, so it writes no texts to "
             "compare with; download it and give its folder",
             file=sys.stderr,
-            flush=True,
         )
     patient = Patient(dict(entries(config)), target)
-    described = read_config(folder, "tokenizer_config.json", {})
-    patient.template = value_of(described, "chat_template", "")
+    patient.template = value_of(
+        read_config(folder, "tokenizer_config.json", {}), "chat_template", ""
+    )
     for path in folder.glob("chat_template.jinja"):
         patient.template = path.read_text(encoding="utf-8")
     try:
         if "drafter_kind" in config or (folder / registry.META_FILE).is_file():
-            patient.kind = str(config.get("drafter_kind", ""))
+            patient.kind = config.get("drafter_kind", "")
             patient.weights = read_weights(folder)
             head = registry.load_trained(str(folder))
         else:

@@ -29,7 +29,7 @@ from drafttrain.export.verify_matrix import (
     agrees,
     as_cells,
     as_line,
-    failed,
+    empty_row,
 )
 from drafttrain.files import Json, JsonlLog, scratch_folder
 from drafttrain.folders import beside, inputs_of, output_file
@@ -297,7 +297,9 @@ def _rows(
             except UserError as error:
                 if not many:
                     raise
-                row = failed(side, engine, error)
+                # The engine failed, or the export differs from the drafter.
+                row = empty_row(kind, engine)
+                row |= {"loads": False, "verdict": f"failed: {error}"}
             rows.append(row)
             print(as_line(row), flush=True)
             if log is not None and row["verdict"] == "same":

@@ -10,7 +10,6 @@ from typing_extensions import TypedDict
 
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.drafters.shipping import shipping
-from drafttrain.errors import UserError
 from drafttrain.export.engine_runs import RUNS, EngineJob, ours
 from drafttrain.export.export_drafter import export
 from drafttrain.files import Json
@@ -185,14 +184,6 @@ def empty_row(kind: str, engine: EngineRelease) -> VerifyRow:
         ours=None,
         verdict="",
     )
-
-
-def failed(row_of: DrafterRows, engine: EngineRelease, error: UserError) -> VerifyRow:
-    """The row of an engine that failed, or of an export that differs from the drafter."""
-    row = empty_row(row_of.job.trained.kind, engine)
-    row["loads"] = False
-    row["verdict"] = f"failed: {error}"
-    return row
 
 
 def agrees(row: VerifyRow) -> bool:

@@ -345,3 +345,16 @@ def test_every_bug_has_releases_and_a_condition():
             re.fullmatch(r"\w+ #\d+", bug["bug"]) and bug["effect"] and bug["fix"] and bug["when"]
         )
         SpecifierSet(bug.get("releases", ""))
+
+
+@pytest.mark.parametrize(
+    "keys", [{"rope_parameters": 1}, {"layer_types": False}, {"head_dim": "x"}]
+)
+def test_values_of_another_form_are_one_line(heads, tiny, tmp_path, capsys, keys):
+    folder = rewritten(
+        heads["EagleLlamaForCausalLM"], tmp_path / "head", lambda config, _: config.update(keys)
+    )
+    words = [str(folder), "--target", str(tiny.target.path)]
+    assert main(["import", "--checkpoint", *words, "--output", str(tmp_path / "read")]) == 2
+    assert main(["doctor", *words, "--texts", "0", "--quiet"]) in (1, 2)
+    assert "Traceback" not in capsys.readouterr().err
