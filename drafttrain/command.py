@@ -503,11 +503,16 @@ def marks_of(kind: Kind) -> tuple[object, ...]:
     return get_args(kind)[1:] if get_origin(kind) is Annotated else ()
 
 
-def is_list(kind: Kind) -> bool:
-    """Whether values of a kind are lists."""
+def unmarked(kind: Kind) -> Kind:
+    """A kind without its marks."""
     while get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    return get_origin(kind) in (list, Sequence)
+    return kind
+
+
+def is_list(kind: Kind) -> bool:
+    """Whether values of a kind are lists."""
+    return get_origin(unmarked(kind)) in (list, Sequence)
 
 
 def default_of(one: inspect.Parameter) -> Default:
@@ -760,9 +765,7 @@ def item_of(kind: Kind) -> Kind:
     kind = required(kind)
     if not is_list(kind) or is_marked(kind, Commas):
         return kind
-    while get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    return get_args(kind)[0]
+    return get_args(unmarked(kind))[0]
 
 
 def _base(kind: Kind) -> Kind:
@@ -777,8 +780,7 @@ def _base(kind: Kind) -> Kind:
     if any(part is Path for part in parts):
         return Path
     for part in parts:
-        while get_origin(part) is Annotated:
-            part = get_args(part)[0]
+        part = unmarked(part)
         if part is int:
             return Int
         if part is float:

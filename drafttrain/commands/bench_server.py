@@ -111,9 +111,13 @@ def bench_server(
         raise UserError("--request-rate does not go with --concurrency; give one of them")
     if (drafter is None) == (not url):
         raise UserError("give either --url URL, or --drafter D for an engine that is started here")
-    if drafter is None and (draft_lengths is not None or flags):
-        raise UserError("--draft-lengths and flags behind -- go with --drafter; give that too")
-    if drafter is not None and url2:
-        raise UserError("--url2 goes with --url; drop it, or --drafter")
+    if drafter is None and (draft_lengths is not None or target or flags):
+        raise UserError(
+            "--draft-lengths, --target and flags behind -- go with --drafter; give that too"
+        )
+    if drafter is not None and (url2 or model):
+        raise UserError("--url2 and --model go with --url; drop them, or --drafter")
+    if model2 and not url2:
+        raise UserError("--model2 goes with --url2; give that too")
     draft_lengths = draft_lengths or (0, 1, 2, 3, 5)
     return result_of("serving.bench", locals())

@@ -30,7 +30,7 @@ from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, check_json
 from drafttrain.formats.engines import SEEING_TARGETS, EngineRelease, engine_of
-from drafttrain.formats.float8 import is_float8, round_layers, to_float8, widened
+from drafttrain.formats.float8 import SCHEME_KEY, is_float8, round_layers, to_float8, widened
 from drafttrain.formats.weights import (
     Shapes,
     architectures_in,
@@ -131,9 +131,7 @@ class ExportRequest(NamedTuple):
 
     def target_of(self, trained: Trained) -> str:
         """`target_files`, or the target that the drafter records; empty if neither is known."""
-        if self.target_files:
-            return self.target_files
-        return trained.target_name
+        return self.target_files or trained.target_name
 
 
 class Exported(NamedTuple):
@@ -335,9 +333,7 @@ class Shipping(Generic[D]):
         for form, described in self.formats.items():
             if form == "gguf":
                 continue
-            reason = "; ".join(self.unsupported(trained, form))
-            if not reason:
-                reason = self.withheld(trained, form)
+            reason = "; ".join(self.unsupported(trained, form)) or self.withheld(trained, form)
             if reason:
                 print(f"no {form} format: {reason}")
                 continue
@@ -496,6 +492,8 @@ class Shipping(Generic[D]):
             UserError: names the keys, or what they say.
         """
         read = set(self.published_keys)
+        if is_float8(checkpoint.config):
+            read.add(SCHEME_KEY)
         if "drafter_kind" in checkpoint.config:  # a drafter of ours
             read |= {"drafter_kind", *kinds_of(self.drafter_class.config_class)}
         reasons = self.foreign(checkpoint)
@@ -536,11 +534,15 @@ class Shipping(Generic[D]):
                 target.
         """
         where = repr(str(folder))
-        found = Exported(where, read_config(folder), self.published_weights(folder, allow_pickle))
-        self.check_published(found)
-        export = self.published(found, target)
-        like = cast(D, _Whole(target))
+        config = read_config(folder)
+        weights = self.published_weights(folder, allow_pickle)
+        if is_float8(config):
+            weights = widened(weights)
+        found = Exported(where, config, weights)
         try:
+            self.check_published(found)
+            export = self.published(found, target)
+            like = cast(D, _Whole(target))
             with torch.device("meta"):
                 drafter = self.drafter_from(like, export)
             shapes = self.engine_shapes(drafter, export.config)
@@ -550,9 +552,13 @@ class Shipping(Generic[D]):
             check_names(export.weights, shapes, where)
             check_finite(export.weights.items(), where, "get an intact copy of it")
             state = self.drafter_weights(like, drafter, export)
+            drafter.load_state_dict(state, assign=True)
         except KeyError as error:
             raise UserError(f"{where}: config.json has no {error}; it is needed") from error
-        drafter.load_state_dict(state, assign=True)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise UserError(
+                f"{where} has values of another form ({first_line(error)}); get an intact copy of it"
+            ) from error
         largest = max(export.weights.values(), key=Tensor.numel)  # [vocabulary, width]
         return cast(D, drafter.to(largest.dtype).eval())  # type: ignore[arg-type]
 
@@ -603,10 +609,8 @@ def check_expressible(trained: Trained, form: str, release: str = "") -> Shippin
         if not kind.unsupported(trained, form):
             newest = engine_of(form).release
             raise UserError(f"{what}: {'; '.join(reasons)}; without --engine-version, {newest} can")
-    others = []  # formats that can express the drafter
-    for other in kind.formats:
-        if other != form and not kind.unsupported(trained, other):
-            others.append(other)
+    # Formats that can express the drafter.
+    others = [other for other in kind.formats if not kind.unsupported(trained, other)]
     fix = "drafttrain eval, generate and push work with it"
     if others:
         fix = f"--format {' or '.join(others)} can"

@@ -71,7 +71,7 @@ def diagnose(
     Args:
         results: content of a results.json. training: content of the drafter's training.json, if
             there is one.
-        others: further results of the same drafter, compared by temperature.
+        others: results, compared where they are the same drafter's at a lower temperature.
 
     Returns:
         The arguments of `finding`, by name; the first finding is the verdict. Fewer than LEAST
@@ -80,8 +80,7 @@ def diagnose(
     overall = results["overall"]
     if not overall["acceptance_by_depth"]["joint"]:
         return [finding("verdict", "no round offered a token", verdict_of(overall).advice)]
-    if training is None:
-        training = {}
+    training = training or {}
     kwargs = results["decoding"].get("chat_template_kwargs") or {}
     settings = other_template_kwargs(kwargs, training)
     if overall["prompts"] < LEAST:
@@ -321,7 +320,9 @@ def _temperature(results: Json, others: Sequence[Json]) -> Json | None:
     heat = results["decoding"]["temperature"]
     cooler = []
     for other in others:
-        if other["drafter"] == results["drafter"] and other["decoding"]["temperature"] < heat:
+        # Prompts of another suite accept less or more at any temperature.
+        same = all(other[key] == results[key] for key in ("drafter", "target", "suite"))
+        if same and other["decoding"]["temperature"] < heat:
             cooler.append(other)
     if not cooler:
         return None
@@ -385,8 +386,7 @@ def run(args: argparse.Namespace) -> int:
         folder = results["drafter"]
         if args.drafter:
             folder = args.drafter
-        others = [other for other in runs if other is not results]
-        findings = diagnose(results, training_record(folder), others)
+        findings = diagnose(results, training_record(folder), runs)
         print_findings(findings)
         found[name] = findings
         if args.apply:

@@ -72,7 +72,7 @@ class EvalSettings:
             suite, to be recorded.
 
     Raises:
-        UserError: a value out of range, found before any model is loaded.
+        UserError: values that do not go together, found before any model is loaded.
     """
 
     target: str = ""
@@ -91,8 +91,6 @@ class EvalSettings:
     chat_template_kwargs: Json = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise UserError(f"batch-size={self.batch_size} must be at least 1")
         if self.batch_size > 1 and set(self.baselines) & set(HF_SPECULATIVE):
             raise UserError(
                 f"batch-size={self.batch_size}: transformers speculates on single prompts only; use 1"

@@ -74,10 +74,7 @@ def forward_function(
             raise UserError(
                 f"input_ids has {ids.shape[0]} rows; Spec-Bench answers one prompt at a time"
             )
-        if "attention_mask" in inputs:
-            mask = inputs.attention_mask
-        else:
-            mask = torch.ones_like(ids)
+        mask = inputs.get("attention_mask", torch.ones_like(ids))
         (prompt,) = strip_padding(ids, mask)
         (made,) = decoder.generate(
             [prompt],

@@ -81,6 +81,7 @@ class SuiteRow(TypedDict):
     category: NotRequired[Category | None]
     turns: Annotated[list[Annotated[str, Field(pattern=r"\S")]], Field(min_length=1)]
     images: NotRequired[list[str]]
+    image: NotRequired[object]  # a single one
     opening: NotRequired[list[OpeningMessage]]
     tools: NotRequired[list[SuiteTool]]
     chat_template_kwargs: NotRequired[Json]
@@ -284,7 +285,7 @@ def load_suite(name: str, defaults: Json | None = None) -> Suite:
     if path.is_file():
         for index, (_, row) in enumerate(read_jsonl(path, fix=_ROW_FIX, schema=SuiteRow)):
             place = f"{path} row {index + 1}"
-            pictures = _pictures(row.get("images", ()), path.parent, place)
+            pictures = _pictures(row_images(row), path.parent, place)
             questions.append(Question.from_row(row, index, "all", defaults, pictures))
         content = path.read_bytes()
         for question in questions:

@@ -124,10 +124,7 @@ def _speedup(figures: Json, baseline: str) -> float | None:
 def interval_of(figures: Json, baseline: str) -> list[float] | None:
     """The recorded interval of a speed-up; earlier versions wrote none."""
     confidence = value_of(figures, "confidence", {})
-    speedups = confidence.get("speedup")
-    if not speedups:
-        return None
-    return speedups.get(baseline)
+    return value_of(confidence, "speedup", {}).get(baseline)
 
 
 def verdict_of(figures: Json) -> SpeedupVerdict:
@@ -269,10 +266,10 @@ def crossover(label: str, points: Sequence[tuple[float, Json]]) -> str:
 
 
 def _unsure(points: Sequence[tuple[float, Json]]) -> list[float]:
-    """Where a measured speed-up is within noise of 1. Estimates have no noise."""
+    """Where a measured speed-up is within noise of 1, or of no draft. Estimates have no noise."""
     found = []
     for value, figures in points:
-        if "confidence" in figures and verdict_of(figures).state == OPEN:
+        if "confidence" in figures and verdict_of(figures).state in (OPEN, ""):
             found.append(value)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from drafttrain.batch import Batch
 from drafttrain.drafters import registry
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.published_keys import entries
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, first_line
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.agreement import measure
 from drafttrain.export.doctor_checks import CHECKS, WRONG, Finding, Patient, rows_of
@@ -40,19 +41,24 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0 if everything fits, else 1."""
     wrote = []
     if args.output is not None:
-        wrote.append(output_file(args.output, "doctor", inputs_of(args)))
+        wrote = [output_file(args.output, "doctor", inputs_of(args))]
     releases = releases_of(args.engine_version)
-    patient = read_head(args)
     table = read_yaml(_TABLE.read_text(encoding="utf-8"), _TABLE.name)
-    rows = [*rows_of(patient, table["rows"]), *bugs_met(patient, table["bugs"], releases)]
+    try:
+        patient = read_head(args)
+        rows = [*rows_of(patient, table["rows"]), *bugs_met(patient, table["bugs"], releases)]
+    except (TypeError, ValueError, IndexError) as error:
+        raise UserError(
+            f"head={args.head!r} has values of another form ({first_line(error)}); get an intact copy"
+        ) from error
     wide_console().print(table_of(Finding._fields, rows))
     status = 0
     for row in rows:
         if row.verdict == WRONG:
             fault(f"{row.check}: {row.evidence}")
             status = 1
-    found: Json = {"command": command_line(), "releases": releases}
-    found["rows"] = [row._asdict() for row in rows]
+    named = [row._asdict() for row in rows]
+    found: Json = {"command": command_line(), "releases": releases, "rows": named}
     for path in wrote:
         write_clean_json(path, found)
     conclude(found, wrote)
@@ -77,15 +83,25 @@ def read_head(args: argparse.Namespace) -> Patient:
     config = read_config(folder)
     target: Target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
     batch = None
-    if args.texts and any(Path(resolve_target(args.target)).glob("*.safetensors")):
+    has_weights = any(Path(resolve_target(args.target)).glob("*.safetensors"))
+    if args.texts and has_weights:
         target = load_target(args)
         batch = texts(args, target)
+    elif args.texts:
+        print(
+            f"note: target={args.target!r} is not a folder with weights, so it writes no texts to "
+            "compare with; download it and give its folder",
+            file=sys.stderr,
+        )
     patient = Patient(dict(entries(config)), target)
-    patient.template = read_config(folder, "tokenizer_config.json", {}).get("chat_template", "")
+    patient.template = value_of(
+        read_config(folder, "tokenizer_config.json", {}), "chat_template", ""
+    )
     for path in folder.glob("chat_template.jinja"):
         patient.template = path.read_text(encoding="utf-8")
     try:
         if "drafter_kind" in config or (folder / registry.META_FILE).is_file():
+            patient.kind = config.get("drafter_kind", "")
             patient.weights = read_weights(folder)
             head = registry.load_trained(str(folder))
         else:
@@ -100,7 +116,8 @@ def read_head(args: argparse.Namespace) -> Patient:
             if batch is not None and not CHECKS["mask token"](patient):
                 patient.agreement = measure(head, target, batch)
     except UserError as error:
-        patient.refusal = str(error)
+        # The words of a path say nothing about the head.
+        patient.refusal = str(error).replace(repr(str(folder)), "the head")
     return patient
 
 

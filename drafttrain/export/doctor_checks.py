@@ -145,7 +145,8 @@ def rows_of(patient: Patient, table: Json) -> Iterator[Finding]:
         readings = patient.agreement.get(name, [])
         if readings and all(gain < 0 for _, gain in readings):
             wrong = ""  # the head as it is read agrees most
-        if refusal and re.search(about["refused"], refusal):
+        # Of a head of no known kind nothing was read.
+        if refusal and patient.kind and re.search(about["refused"], refusal):
             wrong = f"{refusal}; {wrong}".strip("; ")
             refusal = ""
         evidence = [wrong] if wrong else []

@@ -99,11 +99,8 @@ class Serving(NamedTuple):
 
     def over(self, defaults: Mapping[str, object]) -> Json:
         """The kind's options over an engine's defaults; None drops a key."""
-        chosen = {}
-        for key, value in {**defaults, **self.options}.items():
-            if value is not None and key not in (TARGET_OVERRIDES, TOKENIZERS):
-                chosen[key] = value
-        return chosen
+        every = {**defaults, **self.options, TARGET_OVERRIDES: None, TOKENIZERS: None}
+        return {key: value for key, value in every.items() if value is not None}
 
 
 def ours(job: EngineJob, drafter: Drafter | None) -> Json:
@@ -120,14 +117,18 @@ def ours(job: EngineJob, drafter: Drafter | None) -> Json:
     raw = LogitsRules()
     tokens = []
     passes = 0
-    committed = 0
     for number, ids in enumerate(job.prompts):
         prompt = job.seen[number].prompt if number in job.seen else ids
         made = generate(target, drafter, prompt, max_new_tokens=job.tokens, spec=spec, rules=raw)
         tokens.append(made.tokens)
         passes += made.stats.target_passes
-        committed += made.stats.new_tokens - 1
-    return {"accepted_length": round(committed / max(passes, 1), 4), "tokens": tokens}
+    return {"accepted_length": _accepted_length(tokens, passes), "tokens": tokens}
+
+
+def _accepted_length(tokens: Sequence[Sequence[int]], rounds: int) -> float:
+    """Tokens that a round commits: all of the answers, but for the first of each, a prefill's."""
+    committed = sum(len(made) - 1 for made in tokens)
+    return round(committed / max(rounds, 1), 4)
 
 
 class ServingEngine:
@@ -210,8 +211,7 @@ class Vllm(ServingEngine):
                 )
         for key, value in answer.pop("counters").items():
             answer[key.removeprefix("vllm:spec_decode_")] = value
-        committed = sum(len(made) - 1 for made in answer["tokens"])
-        answer["accepted_length"] = round(committed / max(answer["rounds"], 1), 4)
+        answer["accepted_length"] = _accepted_length(answer["tokens"], answer["rounds"])
         return answer
 
     @staticmethod
@@ -387,7 +387,6 @@ class LlamaCpp(ServingEngine):
         environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
         answer = run_side(python, SIDES / "llama_side.py", described, environment)
         rounds = 0
-        committed = 0
         for made, offered, accepted in zip(
             answer["tokens"],
             answer["offered"],
@@ -396,10 +395,9 @@ class LlamaCpp(ServingEngine):
         ):
             # A round commits the accepted tokens and one more, except the last round, if it
             # accepted the end of the text.
-            committed += len(made) - 1
             rounds += max(len(made) - 1 - accepted, -(-offered // job.depth))
-        rounds = max(rounds, 1)
-        return {**answer, "rounds": rounds, "accepted_length": round(committed / rounds, 4)}
+        length = _accepted_length(answer["tokens"], rounds)
+        return {**answer, "rounds": max(rounds, 1), "accepted_length": length}
 
     def command(self, serving: Serving) -> str:
         chosen = serving.over(
@@ -484,11 +482,10 @@ class Transformers(ServingEngine):
                 rounds += passes - reads_states
             made.append(out[0, len(prompt) :].tolist())
         handle.remove()
-        committed = sum(len(each) - 1 for each in made)
         return {
             "version": transformers_release,
             "rounds": rounds,
-            "accepted_length": round(committed / max(rounds, 1), 4),
+            "accepted_length": _accepted_length(made, rounds),
             "tokens": made,
         }
 
@@ -562,8 +559,7 @@ class Mlx(ServingEngine):
         }
         environment = {"HF_HUB_OFFLINE": "1", **os.environ}
         answer = run_side(python, SIDES / "mlx_side.py", described, environment)
-        committed = sum(len(made) - 1 for made in answer["tokens"])
-        answer["accepted_length"] = round(committed / max(answer["rounds"], 1), 4)
+        answer["accepted_length"] = _accepted_length(answer["tokens"], answer["rounds"])
         return answer
 
     def command(self, serving: Serving) -> str:

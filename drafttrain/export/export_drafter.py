@@ -24,10 +24,10 @@ from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import batch_schedule
 from drafttrain.export.serving_recipes import (
     as_text,
-    engine_depth,
+    check_block,
+    engine_chain,
     own_drafting,
     recipes,
-    tuned_tree,
 )
 from drafttrain.files import hub_snapshot, is_hub_id, write_json
 from drafttrain.folders import OutputFolder, beside, check_folder, inputs_of
@@ -76,16 +76,14 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     root = swap_root(args, trained, output)
 
     # Write the files.
-    depth = args.speculative_tokens
-    # Engines draft chains: the depth of the tree that was tuned here.
-    if depth is None:
-        depth = engine_depth(trained, tuned_tree(trained.folder))
-    target = trained.target_name
-    if args.target:
-        target = args.target
-        # A drafter from elsewhere may not record its target.
-        if not trained.target:
-            trained = _beside(trained, target)
+    # Engines draft chains: the one that was tuned here, else the depth of the tuned tree.
+    depth = args.speculative_tokens or engine_chain(trained)
+    if args.format != "gguf":  # llama.cpp takes a part of a block
+        check_block(trained, depth)
+    target = args.target or trained.target_name
+    # A drafter from elsewhere may not record its target.
+    if args.target and not trained.target:
+        trained = _beside(trained, target)
     dtype = FLOAT8
     if args.dtype != "float8":
         dtype = resolve_dtype(args.dtype)
@@ -97,7 +95,6 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     # A local target is named as others would find it.
     name = public_name(target) if target else "TARGET"
     engines = shipping(trained.kind).formats[args.format].engines
-    served = []
     made = recipes(
         trained,
         str(output),
@@ -106,10 +103,7 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
         schedule=schedule,
         swap_root=root,
     )
-    for recipe in made:
-        if recipe.engine in engines:
-            served.append(recipe)
-    text = as_text(served)
+    text = as_text([recipe for recipe in made if recipe.engine in engines])
     if args.target_gguf:
         place = shlex.quote(str(output / TARGET_GGUF))
         text = text.replace(f"-m {TARGET_GGUF}", f"-m {place}")
@@ -149,13 +143,8 @@ def _print_own_drafting(args: argparse.Namespace) -> int:
             f"drafter={args.drafter!r} has no weights to write; "
             "without --format it prints its recipes"
         )
-    target = "TARGET"
-    if args.target:
-        target = args.target
-    depth = 5
-    if args.speculative_tokens is not None:
-        depth = args.speculative_tokens
-    text = as_text(own_drafting(args.drafter, target, depth))
+    depth = args.speculative_tokens or 5
+    text = as_text(own_drafting(args.drafter, args.target or "TARGET", depth))
     print(text)
     conclude({"serve": text})
     return 0

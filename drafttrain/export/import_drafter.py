@@ -51,7 +51,8 @@ def convert(args: argparse.Namespace, output: OutputFolder) -> int:
             if form != "gguf" and not kind.unsupported(trained, form):
                 exported = scratch / "engine"
                 dtype = next(drafter.parameters()).dtype
-                kind.write(trained, form, ExportRequest(exported, dtype, args.target))
+                depth = kind.checked_depth(trained.config)
+                kind.write(trained, form, ExportRequest(exported, dtype, args.target, depth))
                 kind.check(trained, exported)
                 break
 
@@ -83,10 +84,8 @@ def find_kind(folder: Path) -> Shipping:
     for name in shipped_kinds():
         if shipping(name).recognizes(config):
             return shipping(name)
-    found = {}
-    for key in ("architectures", "speculators_model_type", "model_type"):
-        if config.get(key):
-            found[key] = config[key]
+    keys = ("architectures", "speculators_model_type", "model_type")
+    found = {key: config[key] for key in keys if config.get(key)}
     raise UserError(
         f"checkpoint={str(folder)!r} has {found or 'no architectures'}; import reads {_READS}"
     )

@@ -21,7 +21,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.engine_runs import EngineJob, SeenPrompt, missing
 from drafttrain.export.export_drafter import export
-from drafttrain.export.serving_recipes import engine_depth, tuned_tree
+from drafttrain.export.serving_recipes import check_block, engine_chain
 from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
 from drafttrain.export.verify_matrix import (
     DrafterRows,
@@ -29,7 +29,7 @@ from drafttrain.export.verify_matrix import (
     agrees,
     as_cells,
     as_line,
-    failed,
+    empty_row,
 )
 from drafttrain.files import Json, JsonlLog, scratch_folder
 from drafttrain.folders import beside, inputs_of, output_file
@@ -124,15 +124,8 @@ def _one_drafter(
             f"drafter={args.drafter!r}: no engine format is known "
             f"for kind {trained.kind!r} to verify"
         )
-    depth = args.speculative_tokens
-    if depth is None:
-        depth = engine_depth(trained, tuned_tree(trained.folder))
-    block = kind.block_depth(trained)
-    if block and depth != block:
-        raise UserError(
-            f"speculative-tokens={depth}: this drafter drafts blocks of {block} tokens; "
-            "drop the flag"
-        )
+    depth = args.speculative_tokens or engine_chain(trained)
+    check_block(trained, depth)
     if args.engine == "auto":
         args.engine = installed_engine(kind.verifiable, pythons)
     if args.engine not in ("none", "all", *kind.verifiable):
@@ -152,9 +145,7 @@ def _one_drafter(
             )
 
     # The proof of the files alone.
-    name = trained.target_name
-    if args.target:
-        name = args.target
+    name = args.target or trained.target_name
     found: Json = {}
     if args.engine != "all":
         if not args.exported:
@@ -186,7 +177,7 @@ def _one_drafter(
         prompts.append(prompt)
     if seen and depth > 1 and has_mrope(target.model.config):
         print(f"note: {MROPE_NOTE}", file=sys.stderr, flush=True)
-        if args.speculative_tokens is None and not block:
+        if args.speculative_tokens is None and not kind.block_depth(trained):
             depth = 1  # later drafts are in wrong slots there
     if len(prompts) < FEW:
         print(
@@ -242,12 +233,8 @@ def _all_kinds(
     prompts = tiny_prompts(args.prompts)
     sides = []
     for trained in shipped_drafters(target, prompts, args.max_new_tokens, scratch):
-        depth = 3
-        if args.speculative_tokens is not None:
-            depth = args.speculative_tokens
         block = shipping(trained.kind).block_depth(trained)
-        if block:
-            depth = block
+        depth = block or args.speculative_tokens or 3
         job = EngineJob(
             trained=trained,
             target=target,
@@ -310,7 +297,9 @@ def _rows(
             except UserError as error:
                 if not many:
                     raise
-                row = failed(side, engine, error)
+                # The engine failed, or the export differs from the drafter.
+                row = empty_row(kind, engine)
+                row |= {"loads": False, "verdict": f"failed: {error}"}
             rows.append(row)
             print(as_line(row), flush=True)
             if log is not None and row["verdict"] == "same":

@@ -10,7 +10,6 @@ from typing_extensions import TypedDict
 
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.drafters.shipping import shipping
-from drafttrain.errors import UserError
 from drafttrain.export.engine_runs import RUNS, EngineJob, ours
 from drafttrain.export.export_drafter import export
 from drafttrain.files import Json
@@ -130,12 +129,14 @@ class DrafterRows:
         Where our decoder cannot run the drafter, texts are compared with plain decoding's.
         """
         mine = self.ours
+        ratio = 1.0
         if mine:
             texts = mine["tokens"]
-            ratio = theirs["accepted_length"] / mine["accepted_length"]
+            # 0 where every answer ends with its first token: no round was run.
+            if mine["accepted_length"]:
+                ratio = theirs["accepted_length"] / mine["accepted_length"]
         else:
             texts = ours(self.job, None)["tokens"]
-            ratio = 1.0
         pairs = list(zip(texts, theirs["tokens"], strict=True))
         same = sum(a == b for a, b in pairs)
 
@@ -185,14 +186,6 @@ def empty_row(kind: str, engine: EngineRelease) -> VerifyRow:
     )
 
 
-def failed(row_of: DrafterRows, engine: EngineRelease, error: UserError) -> VerifyRow:
-    """The row of an engine that failed, or of an export that differs from the drafter."""
-    row = empty_row(row_of.job.trained.kind, engine)
-    row["loads"] = False
-    row["verdict"] = f"failed: {error}"
-    return row
-
-
 def agrees(row: VerifyRow) -> bool:
     return not row["verdict"].startswith(("differs", "failed"))
 
@@ -206,7 +199,9 @@ def as_line(row: VerifyRow) -> str:
     ours = row["ours"]
     here = "no run here"
     if ours is not None:
-        here = f"ours {ours:.3f} ({theirs / ours - 1:+.1%})"
+        here = f"ours {ours:.3f}"
+    if ours:
+        here += f" ({theirs / ours - 1:+.1%})"
     return f"{row['engine']}: accepted length {theirs:.3f}, {here}; {same}"
 
 

@@ -36,12 +36,12 @@ _SCHEME: Json = {
         }
     },
 }
-_KEY = "quantization_config"
+SCHEME_KEY = "quantization_config"  # of config.json
 
 
 def is_float8(config: Json) -> bool:
     """Whether a config.json is of this form."""
-    return config.get(_KEY) == _SCHEME
+    return config.get(SCHEME_KEY) == _SCHEME
 
 
 def to_float8(config: Json, weights: Mapping[str, Tensor]) -> tuple[Json, dict[str, Tensor]]:
@@ -51,10 +51,10 @@ def to_float8(config: Json, weights: Mapping[str, Tensor]) -> tuple[Json, dict[s
         made[name] = weight
         if name.endswith(_ROUNDED):
             made[name], made[name + _SCALE] = _divided(weight)
-    described = {**config, _KEY: _SCHEME}
+    described = {**config, SCHEME_KEY: _SCHEME}
     inner = config.get("transformer_layer_config")
     if inner is not None:
-        described["transformer_layer_config"] = {**inner, _KEY: _SCHEME}
+        described["transformer_layer_config"] = {**inner, SCHEME_KEY: _SCHEME}
     return described, made
 
 

@@ -27,7 +27,7 @@ from drafttrain.evaluation.metrics import load_results, read_training
 from drafttrain.evaluation.plausibility import implausible
 from drafttrain.evaluation.verdicts import verdict_on
 from drafttrain.export.batch_schedule import batch_schedule
-from drafttrain.export.serving_recipes import engine_chain, engine_depth, recipes, tuned_tree
+from drafttrain.export.serving_recipes import engine_chain, recipes, tuned_tree
 from drafttrain.export.verify_matrix import VerifyRow
 from drafttrain.files import Json, read_json
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
@@ -131,21 +131,22 @@ def prepare(
 
     # The drafter, in our form and in the engines'.
     tree = tuned_tree(trained.folder, results)
+    depth = engine_chain(trained, results)
     request = ExportRequest(
         folder,
         resolve_dtype(args.dtype),
         base_model,
-        engine_depth(trained, tree),
+        depth,
         source=trained.target_name,
     )
     files = kind.publish(trained, request)  # names, and what each file is
     about_tree = "the tree to draft"
     if results:
-        about_tree = "the tree to draft, as measured to be fastest"
+        about_tree += ", as measured to be fastest"
     settings: Json = {"tree": str(tree)}
     chain = decoding_settings(str(trained.folder)).get("chain")
     if chain or results:  # for engines that draft chains
-        settings["chain"] = f"chain:{engine_chain(trained, results)}"
+        settings["chain"] = f"chain:{depth}"
     write_clean_json(folder / "decoding.json", settings)
     files.append(("decoding.json", about_tree))
     training = read_training(trained.folder)  # none for a drafter from elsewhere
@@ -179,9 +180,7 @@ def prepare(
     if training.get("parameters"):
         weights = f"{training['parameters']:,}"
     # A drafter repeats parts of its target, whose license it takes unless one is given.
-    license = args.license
-    if not license:
-        license = _target_license(trained)
+    license = args.license or _target_license(trained)
     metadata = {
         "base_model": base_model if "/" in base_model else "",
         "license": license,
@@ -312,9 +311,7 @@ def base_model_name(trained: Trained, given: str) -> str:
     Raises:
         UserError: the drafter records no target, or one by a local path only.
     """
-    name = trained.target_name
-    if given:
-        name = given
+    name = given or trained.target_name
     if not name:
         raise UserError("the drafter does not record its target; pass --base-model user/name")
     public = public_name(name)

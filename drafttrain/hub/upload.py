@@ -125,7 +125,7 @@ _ESCAPES = {ord(sign): f"\\{sign}" for sign in "\\`*[]<>|#~"}
 
 def _one_line(value: object) -> str:
     """Text without newlines and other control characters, which could begin a heading or a list."""
-    return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split(" "))
+    return "".join(c if c.isprintable() else " " for c in str(value))
 
 
 def _as_text(value: object) -> str:

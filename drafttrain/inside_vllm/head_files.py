@@ -36,6 +36,12 @@ class HeadFiles(NamedTuple):
     digest: str
     size: int
 
+    @property
+    def dtype(self) -> str:
+        """Type of its weights, as config.json spells it: bfloat16."""
+        # Under either name, by the release of transformers that wrote it.
+        return str(self.config.get("torch_dtype") or self.config.get("dtype"))
+
 
 def folder_below(root: str, name: str) -> Path:
     """The folder of a name below the root.

@@ -75,8 +75,9 @@ class ServedHead:
         return {
             "folder": self.served.folder,
             "sha256": self.served.digest,
-            "root": self.root,
-            "dtype": str(self.served.config.get("torch_dtype")),
+            # Clients stand elsewhere.
+            "root": str(Path(self.root).resolve()),
+            "dtype": self.served.dtype,
         }
 
     def check(self, name: str, wanted: str) -> Answer:

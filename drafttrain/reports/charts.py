@@ -33,6 +33,7 @@ _STAND_INS = {name: f"#fe01{index:02x}" for index, name in enumerate(_LIGHT)}
 _MARKERS = "osD^vPX"
 _TONES = 6
 _WIDTH = 4.4  # inches
+_DASHED: Json = {"linewidth": 1, "linestyle": (0, (3, 2))}
 _LABEL_ROOM = 60  # characters of labels beside each other
 Span = tuple[float, float]
 
@@ -321,12 +322,7 @@ def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     axes.set_xlabel(chart.unit, loc="left")
     axes.set_ylabel(chart.label)
     if chart.reference is not None:
-        axes.axvline(
-            chart.reference,
-            color=colors["ink"],
-            linewidth=1,
-            linestyle=(0, (3, 2)),
-        )
+        axes.axvline(chart.reference, color=colors["ink"], **_DASHED)
 
 
 def _columns(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
@@ -368,12 +364,6 @@ def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
             width = 1.6
             style = (0, (4, 2))
             size = 4
-        line: Json = {
-            "linewidth": width,
-            "linestyle": style,
-            "markersize": size,
-            "color": colors[one.color],
-        }
         marker = _MARKERS[one.tone % len(_MARKERS)]
         axes.plot(
             places,
@@ -381,22 +371,20 @@ def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
             label=one.name,
             marker=marker,
             zorder=3,
-            **line,
+            linewidth=width,
+            linestyle=style,
+            markersize=size,
+            color=colors[one.color],
         )
         _whiskers(axes, chart, one, range(len(chart.labels)), colors)
     axes.set_xlim(-0.3, len(chart.labels) - 0.7)
     _scale(axes, chart, colors)
     for place, text in chart.marks:
-        axes.axvline(place, color=colors["muted"], linewidth=1, linestyle=(0, (3, 2)))
+        axes.axvline(place, color=colors["muted"], **_DASHED)
         # Along the line, where few curves are.
         axes.text(place, 0, text, rotation=90, va="bottom", ha="right", fontsize=7)
     if chart.reference is not None:
-        axes.axhline(
-            chart.reference,
-            color=colors["ink"],
-            linewidth=1,
-            linestyle=(0, (3, 2)),
-        )
+        axes.axhline(chart.reference, color=colors["ink"], **_DASHED)
 
 
 def _scale(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:

@@ -74,10 +74,8 @@ def journal_section(journal: list[Json]) -> Json:
     rows = []
     for row in journal:
         if row["event"] != "served":
-            figures = []
-            for key, value in row.items():
-                if key not in ("time", "event", "version"):
-                    figures.append(f"{key} {value}")
+            named = ("time", "event", "version")
+            figures = [f"{key} {value}" for key, value in row.items() if key not in named]
             when = _clock(row["time"], "%Y-%m-%d %H:%M:%S")
             rows.append((when, row["event"], row.get("version", ""), ", ".join(figures)))
     return {"rows": rows[-_ROWS:], "left_out": max(len(rows) - _ROWS, 0)}

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     figures = []
     for name, results in zip(files, runs, strict=True):
         figures.append({**results["overall"], "file": name})
-    drafters = {split_name(results["drafter"])[0] for results in runs}
+    drafters = {split_name(results["drafter"])[0] for results in runs} - {"none"}
     then = ""
     if len(drafters) == 1:
         then = next_command("export", drafter=drafters.pop())

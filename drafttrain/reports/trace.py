@@ -151,11 +151,8 @@ class Trace:
     @property
     def depths(self) -> range:
         """The depths at which tokens were accepted, from 1."""
-        deepest = 0
-        for piece in self.pieces:
-            if not piece.match:
-                deepest = max(deepest, piece.depth)
-        return range(1, deepest + 1)
+        depths = [piece.depth for piece in self.pieces if not piece.match]
+        return range(1, max(depths, default=0) + 1)
 
     @property
     def matched(self) -> int:
@@ -288,8 +285,9 @@ def record(
     for number, seen in enumerate(rounds, 1):
         path = seen.verdict.path
         tokens = seen.verdict.tokens
+        has_own = len(tokens) > len(path)
         own = ""
-        if len(tokens) > len(path):
+        if has_own:
             own = decode(tokenizer, tokens[-1:])
         root = trace.pieces[-1].text
         nodes = _nodes(tokenizer, seen)
@@ -307,7 +305,7 @@ def record(
         )
         for node in path:
             trace.pieces.append(Piece(next(texts), nodes[node].depth, number, nodes[node].match))
-        if own:
+        if has_own:  # its text may be empty
             trace.pieces.append(Piece(next(texts), 0, number))
     return trace
 

@@ -410,8 +410,7 @@ def print_results(results: Json) -> None:
     """Prints a table per server, and the comparison."""
     console = wide_console()
     headings = ["load", "done", "errors", "tokens/s"]
-    for label in LATENCIES.values():
-        headings.append(f"{label} ms\np50 / p95 / p99")
+    headings += [f"{label} ms\np50 / p95 / p99" for label in LATENCIES.values()]
     headings.append("accepted\nlength")
     for name, server in results["servers"].items():
         rows = [_row(cell) for cell in server["cells"]]

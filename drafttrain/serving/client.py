@@ -125,7 +125,7 @@ async def ask(
     client: httpx.AsyncClient,
     server: Server,
     body: Json,
-    timeout: float | None = None,
+    timeout: float,
 ) -> Answer:
     """Sends one chat request and reads its stream. The answer reports errors.
 
@@ -156,7 +156,7 @@ async def ask(
         return Answer(
             error="timeout",
             detail=f"no end after {timeout:g} s",
-            end=timeout or 0.0,
+            end=timeout,
         )
     except (httpx.HTTPError, httpx.InvalidURL, BadReply, ValueError, RecursionError) as error:
         answer.detail = _reason(error)

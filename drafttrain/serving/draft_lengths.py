@@ -49,7 +49,7 @@ class LengthServer(EngineServer):
     ):
         self.engine = engine
         self.url = address_of(flags, str(free_port()))
-        where = self.url.removeprefix("http://").split(":")
+        where = self.url.removeprefix("http://").rsplit(":", 1)
         own = []
         for name, value in zip(("--host", "--port"), where, strict=True):
             if not flag_value(flags, name, ""):
@@ -93,11 +93,16 @@ def servers(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Engin
             raise UserError(f"engine-python={args.engine_python!r}: {absent}; name SGLang's own")
         serve = [args.engine_python, "-m", "sglang.launch_server", "--model-path", target]
     exported = folder / "export"
-    export(trained, release.form, exported, resolve_dtype(args.dtype), target)
+    dtype = resolve_dtype(args.dtype)
+    # Before the first server starts: what cannot be written is known now.
+    export(trained, release.form, exported, dtype, target, max(args.draft_lengths))
 
     for length in args.draft_lengths:
         drafting: list[str] = []
         if length:
+            # Of a kind with a part per drafted token, engines draft with all parts that are there.
+            if kind.depth_key:
+                export(trained, release.form, exported, dtype, target, length)
             tree = TreeSpec.parse(f"chain:{length}")
             serving = Serving(target, str(exported), tree, options[release.name])
             drafting = RUNS[release.name].flags(serving)
@@ -107,9 +112,7 @@ def servers(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Engin
 def _check_lengths(trained: Trained, lengths: Sequence[int]) -> None:
     """Raises UserError: the drafter does not draft so many tokens in an engine."""
     block = shipping(trained.kind).block_depth(trained)
-    for length in lengths:
-        if not length:
-            continue
+    for length in filter(None, lengths):
         if block and length != block:
             raise UserError(
                 f"draft-lengths={length}: this drafter drafts blocks of {block} tokens; give 0,{block}"

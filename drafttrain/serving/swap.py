@@ -110,7 +110,11 @@ def head_below(drafter: str, served: ServedDrafter, form: str = "vllm") -> Json:
     try:
         if root not in folder.parents:
             trained = find_drafter(str(folder))
-            folder = root / folder.name
+            name = folder.name
+            # The files of a head that serves stay: others are compared with them, and they come back.
+            if (root / name).exists():
+                name += f"-{read_head(folder, drafter).digest[:12]}"
+            folder = root / name
             export(trained, form, folder, resolve_dtype(served["dtype"]), trained.target_name)
         digest = read_head(folder, drafter).digest
     except (UserError, SwapRefused) as error:

@@ -126,7 +126,7 @@ class SglangSwapper(Swapper):
                 f"its weight_version is {version!r}, which a swap would overwrite; swaps are for servers "
                 "whose weights nobody else updates"
             )
-        dtype = str(started.config.get("torch_dtype"))
+        dtype = started.dtype
         return {"folder": folder, "sha256": digest, "root": str(first.parent), "dtype": dtype}
 
     def _swap(self, new: HeadFiles, served: ServedDrafter, ranks: int) -> None:

@@ -148,6 +148,8 @@ def address_of(flags: Sequence[str], port: str) -> str:
         raise UserError(f"--port={port!r} must be a whole number, such as 8000")
     if host in ("", "0.0.0.0", "::"):
         host = HOST
+    if ":" in host:  # an IPv6 address
+        host = f"[{host}]"
     return f"http://{host}:{port}"
 
 

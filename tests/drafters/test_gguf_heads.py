@@ -320,6 +320,9 @@ def test_the_tokenizer_is_needed_and_a_block_has_one_length(targets, tmp_path, c
         in capsys.readouterr().err
     )
     out = str(tmp_path / "out")
+    export = ["export", *args, "--output", out]
+    assert main([*export, "--format", "vllm", "--speculative-tokens", "3"]) == 2
+    assert "drafts blocks of 7 tokens; drop the flag" in capsys.readouterr().err
     assert (
         main(["export", *args, "--format", "vllm", "--target-gguf", "q8_0", "--output", out]) == 2
     )

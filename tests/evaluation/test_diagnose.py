@@ -174,6 +174,8 @@ def test_temperature_is_seen_between_runs():
     assert "2.00 at temperature 0, 1.00 at 1" in found["figures"]
     assert "@sample" in found["advice"]
     assert "temperature" not in causes([prompt(accepted=2)] * 8, others=[cold], temperature=1.0)
+    easier = {**cold, "suite": "other"}
+    assert "temperature" not in causes([prompt(accepted=1)] * 8, others=[easier], temperature=1.0)
 
 
 def test_a_slow_drafter():

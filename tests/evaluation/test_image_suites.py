@@ -71,6 +71,8 @@ def test_a_suite_of_ones_own(tmp_path):
     assert len(digests) == 2
     with pytest.raises(UserError, match="shows images, which are not read here"):
         suite.questions[0].prompt(None)
+    write_rows(path, [{"turns": ["a?"], "image": "a.png"}], 0)
+    assert load_suite(str(path)).questions[0].images == (picture(2),)
 
 
 def test_easy_vqa(monkeypatch, tmp_path):

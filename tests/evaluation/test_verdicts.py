@@ -234,6 +234,8 @@ def test_a_crossover_names_where_it_is_not_sure():
     assert crossover("batch size", points[1:2] * 2).startswith(
         "inconclusive at every batch size measured"
     )
+    idle = {**cell(1.5, 1.3, 1.7), "acceptance_by_depth": {"joint": []}}
+    assert crossover("batch size", [(1, idle)]).startswith("inconclusive"), "nothing was drafted"
 
 
 def test_runs_are_compared_on_common_prompts_against_their_own_plain_decoding():

@@ -241,6 +241,7 @@ FAULTS = {
         {"vLLM #48894 0.26.0"}, "LlamaForCausalLMEagle3", keys(max_position_embeddings=2048),
         {**OFF, "engine_version": "0.26.0"}),
     "a key that nobody knows": Fault({"import"}, "MedusaModel", keys(warp_factor=9), OFF),
+    "a form that nobody reads": Fault({"import"}, "MedusaModel", keys(architectures=["Oracle"]), OFF),
 }  # fmt: skip
 
 
@@ -312,10 +313,18 @@ def test_releases_without_a_bug_are_not_accused(odd, examine):
 
 def test_the_head_of_another_chat_template(heads, examine, tmp_path, tiny):
     folder = rewritten(heads["MedusaModel"], tmp_path / "head", lambda *_: None)
+    dump_json(folder / "tokenizer_config.json", {"chat_template": None})
+    assert not accused(examine(folder, texts=0))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert accused(examine(folder, texts=0)) == ["chat template"]
     (folder / "chat_template.jinja").write_text(tiny.target.tokenizer.chat_template)
     assert not accused(examine(folder, texts=0))
+
+
+def test_texts_that_cannot_be_written_are_said(heads, examine, monkeypatch, capsys):
+    monkeypatch.setattr(module, "resolve_target", lambda _: "org/name")
+    assert "agreement" not in examine(heads["MedusaModel"])
+    assert "is not a folder with weights, so it writes no texts" in capsys.readouterr().err
 
 
 def test_a_command_writes_the_table_and_says_what_is_wrong(heads, tiny, tmp_path, capsys):
@@ -336,3 +345,16 @@ def test_every_bug_has_releases_and_a_condition():
             re.fullmatch(r"\w+ #\d+", bug["bug"]) and bug["effect"] and bug["fix"] and bug["when"]
         )
         SpecifierSet(bug.get("releases", ""))
+
+
+@pytest.mark.parametrize(
+    "keys", [{"rope_parameters": 1}, {"layer_types": False}, {"head_dim": "x"}]
+)
+def test_values_of_another_form_are_one_line(heads, tiny, tmp_path, capsys, keys):
+    folder = rewritten(
+        heads["EagleLlamaForCausalLM"], tmp_path / "head", lambda config, _: config.update(keys)
+    )
+    words = [str(folder), "--target", str(tiny.target.path)]
+    assert main(["import", "--checkpoint", *words, "--output", str(tmp_path / "read")]) == 2
+    assert main(["doctor", *words, "--texts", "0", "--quiet"]) in (1, 2)
+    assert "Traceback" not in capsys.readouterr().err

@@ -13,9 +13,9 @@ from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import export
-from drafttrain.formats.float8 import FLOAT8, is_float8
+from drafttrain.formats.float8 import FLOAT8, is_float8, round_layers
 from drafttrain.inside_vllm.head_files import SwapRefused, read_head, refuse_float8
-from tests.conftest import make_target
+from tests.conftest import make_target, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,19 @@ def test_what_was_not_tried_is_refused(heads, tmp_path, kind, form):
     ):
         export(trained, form, tmp_path / "out", FLOAT8)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_is_read_back_and_fits(heads, tmp_path):
+    make_target().model.save_pretrained(tmp_path / "target")
+    make_tokenizer(300).save_pretrained(tmp_path / "target")
+    trained = find_drafter(str(heads / "eagle3"))
+    export(trained, "vllm", tmp_path / "small", FLOAT8)
+    words = ["--checkpoint", tmp_path / "small", "--target", tmp_path / "target"]
+    assert main(["import", *map(str, words), "--output", str(tmp_path / "back")]) == 0
+    head = trained.load()
+    round_layers(head)
+    for name, weight in load_file(tmp_path / "back" / "model.safetensors").items():
+        assert torch.equal(weight, head.state_dict()[name].to(weight.dtype)), name
 
 
 def test_a_server_takes_no_float8_head(heads, tmp_path):

@@ -187,6 +187,9 @@ def test_a_frozen_head_is_the_targets(target, tmp_path):
     ):
         shipping("dflash").check(trained, folder)
     save_file(weights, folder / "model.safetensors")
+    torch.save({"mask": torch.ones(32)}, folder / "mask_embedding.pt")
+    with pytest.raises(UserError, match="has no embedding; export again"):
+        shipping("dflash").read(folder, target.identity(), allow_pickle=True)
     (folder / "mask_embedding.pt").unlink()
     with pytest.raises(UserError, match="lacks weights: mask"):
         shipping("dflash").check(trained, folder)

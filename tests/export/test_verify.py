@@ -157,6 +157,9 @@ def test_every_engine_has_a_row(pair, tmp_path, monkeypatch, capsys):
         rows_of(output)["eagle3", "vLLM"]["verdict"] == "failed: the engine stopped (exit code 3)"
     )
     assert run(answers(target)) == 0 and len(calls) == 4
+    # Answers of one token leave nothing to draft.
+    assert run(answers(target), "--max-new-tokens", "1") == 0
+    assert "accepted length 0.000, ours 0.000; identical texts on 2 of 2" in capsys.readouterr().out
 
 
 def test_an_interrupted_run_keeps_its_rows(pair, tmp_path, monkeypatch):

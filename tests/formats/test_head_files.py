@@ -17,7 +17,7 @@ from drafttrain.drafters.shipping import (
 from drafttrain.errors import UserError
 from tests.drafters.helpers import make_heads
 from tests.engine_arithmetic.heads import largest_difference
-from tests.files import load_json
+from tests.files import dump_json, load_json
 
 KEPT = torch.arange(40, 240)
 FORMS = [
@@ -130,6 +130,19 @@ def test_by_default_an_engine_is_told_to_draft_no_more_than_there_are_heads(
     assert main(["export", *words]) == 0
     assert '"num_speculative_tokens": 2' in capsys.readouterr().out
     assert load_json(folder / "config.json")["num_heads"] == 2
+    # The chain that was tuned for engines, not the depth of our own tree.
+    tuned = {"tree": "fanout:2x1", "chain": "chain:1"}
+    dump_json(tmp_path / "ours" / "decoding.json", tuned)
+    assert main(["export", *words]) == 0
+    assert '"num_speculative_tokens": 1' in capsys.readouterr().out
+    assert load_json(folder / "config.json")["num_heads"] == 1
+
+
+def test_few_published_heads_are_imported(target, target_dir, tmp_path):
+    _, folder = exported(target, tmp_path, "medusa", depth=2, num_heads=2)
+    words = ["--checkpoint", str(folder), "--target", str(target_dir)]
+    assert main(["import", *words, "--output", str(tmp_path / "read")]) == 0
+    assert find_drafter(str(tmp_path / "read")).config["num_heads"] == 2
 
 
 def test_hydra_is_refused_with_the_reason(target, tmp_path):

@@ -49,6 +49,12 @@ def test_every_token_has_its_producer(traced, plain, target):
         assert [node for node, each in enumerate(one.nodes) if each.accepted] == one.path
 
 
+def test_tokens_without_text_of_their_own_keep_their_place(target, plain, monkeypatch):
+    monkeypatch.setattr("drafttrain.reports.trace.decode", lambda *_: "")
+    pieces = record(Decoder(target, None), PROMPT, max_new_tokens=TOKENS).pieces
+    assert "".join(piece.text for piece in pieces) == target.tokenizer.decode(plain)
+
+
 def test_probabilities_are_the_targets(target, traced, plain):
     """Greedily, what was accepted and the own token are the target's likeliest; checked against a forward of its own."""
     done = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from argparse import Namespace
 from types import SimpleNamespace
 
 import httpx
@@ -17,9 +18,10 @@ from drafttrain.files import write_jsonl
 from drafttrain.serving import client
 from drafttrain.serving.bench import Load, compare, figures
 from drafttrain.serving.client import Answer, parse_metrics, passes, speculation
+from drafttrain.serving.draft_lengths import servers
 from tests.conftest import make_target
 from tests.drafters.layer_kinds import make_kind
-from tests.files import ROOT, load_jsonl
+from tests.files import ROOT, load_json, load_jsonl
 from tests.serving.fake_server import FakeServer, vllm_page
 from tests.states.stand_ins import engine
 
@@ -266,7 +268,7 @@ def test_replies_are_bounded(monkeypatch, status, piece, encoding, error):
         async with httpx.AsyncClient(transport=httpx.MockTransport(reply)) as requests:
             server = client.Server("http://server", "m")
             assert await client.read_metrics(requests, server) == {}
-            return await client.ask(requests, server, {"messages": []})
+            return await client.ask(requests, server, {"messages": []}, 5.0)
 
     answer = asyncio.run(asked())
     assert f"{answer.error}: {answer.detail}" == error
@@ -435,8 +437,10 @@ def test_each_draft_length_is_served_and_compared_with_the_first(bench, head, ca
     ("words", "message"),
     [
         ("", "give either --url URL, or --drafter D"),
-        ("--url http://127.0.0.1:9 --draft-lengths 1", "--draft-lengths and flags"),
-        ("--drafter D --url2 http://127.0.0.1:9", "--url2 goes with --url"),
+        ("--url http://127.0.0.1:9 --draft-lengths 1", "--draft-lengths, --target and flags"),
+        ("--drafter D --url2 http://127.0.0.1:9", "--url2 and --model go with --url"),
+        ("--drafter D --model m", "--url2 and --model go with --url"),
+        ("--url http://127.0.0.1:9 --model2 m", "--model2 goes with --url2"),
         ("--drafter D --target T --engine-python E -- --model m", "--model is set by this command"),
         ("--drafter D --target T --engine sglang", "no sglang in"),
         (
@@ -457,6 +461,24 @@ def test_draft_lengths_that_cannot_be_served_are_named(bench, head, capsys, word
     }
     bench(*[places.get(word, word) for word in words.split()], status=2)
     assert message in capsys.readouterr().err
+
+
+def test_each_length_of_heads_is_served_with_as_many_heads(tmp_path):
+    saved(tmp_path, "medusa")
+    args = Namespace(
+        drafter=str(tmp_path / "drafter"),
+        target=str(tmp_path / "target"),
+        engine="vllm",
+        engine_python=engine(tmp_path),
+        draft_lengths=[0, 2, 4, 1],
+        dtype="bfloat16",
+        flags=["--host", "::1", "--port", "8000"],
+    )
+    heads = {}
+    for name, server in servers(args, tmp_path):
+        heads[name] = load_json(tmp_path / "export" / "config.json")["num_heads"]
+        assert server.url == "http://[::1]:8000"
+    assert heads == {"0 drafted": 4, "2 drafted": 2, "4 drafted": 4, "1 drafted": 1}
 
 
 def test_a_drafter_of_blocks_is_served_with_its_block(bench, tmp_path, capsys):

@@ -7,6 +7,7 @@ import errno
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -21,6 +22,7 @@ from drafttrain.formats import weights
 from drafttrain.inside_vllm.head_files import ROOT, SwapRefused, read_head
 from drafttrain.inside_vllm.swap_route import DrafterSwapRoute, check_address
 from drafttrain.inside_vllm.swap_worker import EXTENSION, shared_parts
+from drafttrain.serving.swap import head_below
 from tests.serving.live_server import route_of, serve, worker_of, write_head
 
 PROJECT = Path(__file__).parents[2]
@@ -63,6 +65,12 @@ def test_a_head_is_swapped_in_and_back_in_all_workers(heads):
     assert [head.value for head in route.heads] == [2.0, 2.0]
     assert post(route, "a")["folder"] == "a"
     assert [head.value for head in route.heads] == [1.0, 1.0]
+
+
+def test_a_root_is_named_in_full(heads, monkeypatch):
+    monkeypatch.chdir(heads.parent)
+    monkeypatch.setenv(ROOT, heads.name)
+    assert asyncio.run(route_of(heads / "a").show())["root"] == str(heads)
 
 
 def test_a_load_that_fails_is_rolled_back_in_all_workers(heads):
@@ -242,6 +250,17 @@ def test_the_command_swaps_and_says_what_is_refused(
     for route.away, message in (("HTTP 404", "no route for swaps"), ("x", "did not answer (x)")):
         assert main(words) == 2
         assert message in capsys.readouterr().err
+
+
+def test_an_export_replaces_no_head_of_its_name(heads, tmp_path):
+    drafter = str(shutil.copytree(DRAFTERS / "eagle3", tmp_path / "a"))
+    write_head(heads / "a", 1.0, torch_dtype=None, dtype="bfloat16")
+    serves = read_head(heads / "a", "a")
+    served = {"root": str(heads), "folder": "a", "sha256": serves.digest, "dtype": serves.dtype}
+    body = head_below(drafter, served)
+    assert read_head(heads / "a", "").digest == serves.digest
+    assert read_head(heads / body["folder"], "").digest == body["sha256"] != serves.digest
+    assert head_below(drafter, served) == body
 
 
 def test_a_full_disk_leaves_the_old_head_and_no_part_of_the_new_one(

@@ -350,13 +350,7 @@ class EngineBlocks(BlockFiles[Block]):
         return back
 
     def exported_weights(self, exported: Path) -> dict[str, Tensor]:
-        weights = super().exported_weights(exported)
-        path = exported / _MASK_FILE
-        if path.is_file():
-            mask = read_pickle(path).get("embedding")
-            if mask is not None:
-                weights["mask"] = mask
-        return weights
+        return super().exported_weights(exported) | _stored_mask(exported)
 
     def compare(
         self,
@@ -401,14 +395,22 @@ class EngineBlocks(BlockFiles[Block]):
 
     def published_weights(self, folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
         weights = super().published_weights(folder, allow_pickle)
-        mask = folder / _MASK_FILE
-        if not mask.is_file():
-            return weights
-        if not allow_pickle:
+        if not allow_pickle and (folder / _MASK_FILE).is_file():
             raise UserError(
                 f"{str(folder)!r} has its mask in {_MASK_FILE}, a pickle; pass --allow-pickle to read it"
             )
-        return {**weights, "mask": read_pickle(mask)["embedding"]}
+        return weights | _stored_mask(folder)
+
+
+def _stored_mask(folder: Path) -> dict[str, Tensor]:
+    """A learned mask, by our name of it; empty where a folder has none."""
+    path = folder / _MASK_FILE
+    if not path.is_file():
+        return {}
+    found = read_pickle(path)
+    if "embedding" not in found:
+        raise UserError(f"{str(path)!r} has no embedding; export again, or get an intact copy")
+    return {"mask": found["embedding"]}
 
 
 class DFlashShipping(EngineBlocks[DFlash]):

@@ -201,10 +201,7 @@ def _sizes(trained: Trained) -> tuple[int, int]:
     They are the same where no target is recorded.
     """
     own = trained.config["vocab_size"]
-    theirs = trained.target.get("vocab_size")
-    if not theirs:
-        theirs = own
-    return theirs, own
+    return trained.target.get("vocab_size") or own, own
 
 
 def _load_complete(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

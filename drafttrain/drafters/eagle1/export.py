@@ -27,7 +27,7 @@ from drafttrain.drafters.common.llama_layers import (
 )
 from drafttrain.drafters.common.rows import JointSession
 from drafttrain.drafters.eagle1.model import Eagle1, Eagle1Config
-from drafttrain.drafters.eagle3.reading import check_embedding, published_rope
+from drafttrain.drafters.eagle3.reading import check_embedding, published_layer
 from drafttrain.drafters.form import Form
 from drafttrain.drafters.published_keys import LAYER_FORMS, windows_of
 from drafttrain.drafters.read_back import RandomTarget, draft_chains
@@ -126,7 +126,8 @@ class Eagle1Shipping(Shipping[Eagle1]):
         where = checkpoint.where
         found = {}
         for name, weight in checkpoint.weights.items():
-            found[name.removeprefix("model.")] = weight
+            if not name.endswith("rotary_emb.inv_freq"):
+                found[name.removeprefix("model.")] = weight
         if "fc.weight" not in found:
             raise UserError(
                 f"{where} has no fc.weight: a language model needs no import; pass it as a drafter"
@@ -135,24 +136,15 @@ class Eagle1Shipping(Shipping[Eagle1]):
         if table is not None:
             check_embedding(table, target["name"], where)
         found.pop("lm_head.weight", None)  # engines draft with the target's head too
-        for name in list(found):
-            if name.endswith("rotary_emb.inv_freq"):
-                del found[name]
         bias = found.get("fc.bias")
         if bias is not None and not bias.any():
             del found["fc.bias"]
 
-        # A checkpoint's keys, or the default where it lacks one.
-        keys: Json = {}
-        for name, default in LAYER_KEYS.items():
-            value = value_of(checkpoint.config, name, default)
-            if value is not None:
-                keys[name] = value
+        keys = published_layer(checkpoint.config)
         keys["num_hidden_layers"] = value_of(
             checkpoint.config, "draft_num_hidden_layers", keys["num_hidden_layers"]
         )
         keys["normed_layers"] = _NORMED in architectures_in(checkpoint.config)
-        keys["rope_parameters"] = published_rope(checkpoint.config)
         form = "sglang" if "fc.bias" in found else "vllm"
         keys["architectures"] = [_ARCHITECTURES[form]]
         return Exported(where, keys, found)

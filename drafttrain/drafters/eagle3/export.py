@@ -234,9 +234,8 @@ class Eagle3Files(Shipping[Head]):
 
     def published(self, checkpoint: Exported, target: Json) -> Exported:
         if not self.recognizes(checkpoint.config):
-            named = checkpoint.config.get("speculators_model_type")
-            if not named:
-                named = checkpoint.config.get("architectures")
+            config = checkpoint.config
+            named = config.get("speculators_model_type") or config.get("architectures")
             raise UserError(f"{checkpoint.where} is {named}; import reads {self.reads}")
         return published_head(checkpoint, target)
 

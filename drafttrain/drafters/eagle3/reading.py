@@ -269,6 +269,16 @@ def head_fields(checkpoint: Exported, target: Json) -> Json:
     return fields
 
 
+def published_layer(layer: Json) -> Json:
+    """LAYER_KEYS and rope_parameters of a published config; those that it lacks get their default."""
+    keys: Json = {"rope_parameters": published_rope(layer)}
+    for name, default in LAYER_KEYS.items():
+        value = value_of(layer, name, default)
+        if value is not None:
+            keys[name] = value
+    return keys
+
+
 def published_rope(layer: Json) -> Json:
     """rope_parameters of a published config, whose trainers spell them in several ways."""
     found = layer.get("rope_parameters")

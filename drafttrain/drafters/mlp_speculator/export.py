@@ -93,9 +93,7 @@ class MlpSpeculatorShipping(Shipping[MlpSpeculator]):
             "inner_dim": 0,
             "emb_dim": target["hidden_size"],
         }
-        for key, value in config.items():
-            if value is not None:
-                keys[key] = value
+        keys |= {key: value for key, value in config.items() if value is not None}
         keys["tie_weights"] = tied
         return Exported(checkpoint.where, keys, found)
 

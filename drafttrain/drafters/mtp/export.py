@@ -30,7 +30,7 @@ from drafttrain.drafters.common.llama_layers import (
     layer_keys,
     unsupported_by_llama,
 )
-from drafttrain.drafters.eagle3.reading import published_rope
+from drafttrain.drafters.eagle3.reading import published_layer
 from drafttrain.drafters.form import Form, Weight
 from drafttrain.drafters.mtp.checkpoint_modules import MIMO, swapped
 from drafttrain.drafters.mtp.family_export import FAMILY, FORMATS, HEAD_TRAINED
@@ -222,13 +222,8 @@ class MTPShipping(Shipping[MTP]):
             elif own.endswith(tuple(f"{name}.weight" for name in _BIASED)):
                 bias = own.removesuffix("weight") + "bias"
                 found.setdefault(bias, torch.zeros(len(weight), dtype=weight.dtype))
-        keys: Json = {}
-        for name, default in LAYER_KEYS.items():
-            value = value_of(layer, name, default)
-            if value is not None:
-                keys[name] = value
+        keys = published_layer(layer)
         keys["num_hidden_layers"] = 1  # the config's number is the target's
-        keys["rope_parameters"] = published_rope(layer)
         return Exported(checkpoint.where, keys, found)
 
 
