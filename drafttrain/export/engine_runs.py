@@ -120,14 +120,17 @@ def ours(job: EngineJob, drafter: Drafter | None) -> Json:
     raw = LogitsRules()
     tokens = []
     passes = 0
-    committed = 0
     for number, ids in enumerate(job.prompts):
         prompt = job.seen[number].prompt if number in job.seen else ids
         made = generate(target, drafter, prompt, max_new_tokens=job.tokens, spec=spec, rules=raw)
         tokens.append(made.tokens)
         passes += made.stats.target_passes
-        committed += made.stats.new_tokens - 1
-    return {"accepted_length": round(committed / max(passes, 1), 4), "tokens": tokens}
+    return {"accepted_length": _accepted_length(tokens, passes), "tokens": tokens}
+
+
+def _accepted_length(tokens: Sequence[Sequence[int]], rounds: int) -> float:
+    """Tokens committed per round; the first of each text is the prefill's."""
+    return round(sum(len(made) - 1 for made in tokens) / max(rounds, 1), 4)
 
 
 class ServingEngine:
@@ -210,8 +213,7 @@ class Vllm(ServingEngine):
                 )
         for key, value in answer.pop("counters").items():
             answer[key.removeprefix("vllm:spec_decode_")] = value
-        committed = sum(len(made) - 1 for made in answer["tokens"])
-        answer["accepted_length"] = round(committed / max(answer["rounds"], 1), 4)
+        answer["accepted_length"] = _accepted_length(answer["tokens"], answer["rounds"])
         return answer
 
     @staticmethod
@@ -387,7 +389,6 @@ class LlamaCpp(ServingEngine):
         environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
         answer = run_side(python, SIDES / "llama_side.py", described, environment)
         rounds = 0
-        committed = 0
         for made, offered, accepted in zip(
             answer["tokens"],
             answer["offered"],
@@ -396,10 +397,10 @@ class LlamaCpp(ServingEngine):
         ):
             # A round commits the accepted tokens and one more, except the last round, if it
             # accepted the end of the text.
-            committed += len(made) - 1
             rounds += max(len(made) - 1 - accepted, -(-offered // job.depth))
         rounds = max(rounds, 1)
-        return {**answer, "rounds": rounds, "accepted_length": round(committed / rounds, 4)}
+        accepted = _accepted_length(answer["tokens"], rounds)
+        return {**answer, "rounds": rounds, "accepted_length": accepted}
 
     def command(self, serving: Serving) -> str:
         chosen = serving.over(
@@ -484,11 +485,10 @@ class Transformers(ServingEngine):
                 rounds += passes - reads_states
             made.append(out[0, len(prompt) :].tolist())
         handle.remove()
-        committed = sum(len(each) - 1 for each in made)
         return {
             "version": transformers_release,
             "rounds": rounds,
-            "accepted_length": round(committed / max(rounds, 1), 4),
+            "accepted_length": _accepted_length(made, rounds),
             "tokens": made,
         }
 
@@ -562,8 +562,7 @@ class Mlx(ServingEngine):
         }
         environment = {"HF_HUB_OFFLINE": "1", **os.environ}
         answer = run_side(python, SIDES / "mlx_side.py", described, environment)
-        committed = sum(len(made) - 1 for made in answer["tokens"])
-        answer["accepted_length"] = round(committed / max(answer["rounds"], 1), 4)
+        answer["accepted_length"] = _accepted_length(answer["tokens"], answer["rounds"])
         return answer
 
     def command(self, serving: Serving) -> str:
