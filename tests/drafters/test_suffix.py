@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 
 import pytest
@@ -17,7 +16,7 @@ from drafttrain.drafters.suffix import model as module
 from drafttrain.drafters.suffix.model import SuffixDrafter
 from drafttrain.errors import UserError
 from drafttrain.files import is_hub_id
-from tests.drafters.helpers import check_tree, paths
+from tests.drafters.helpers import check_tree, in_threads, paths
 
 
 def session_after(drafter, prompt, answer=()):
@@ -135,25 +134,16 @@ def test_the_memory_is_bounded_and_lets_texts_go():
 def test_threads_share_a_memory():
     """Each token of an answer follows the one before it in memory too, whatever other threads add in between."""
     drafter = SuffixDrafter(memory=10_000, min_p=0.0)
-    failures = []
 
-    def serve(base):
-        try:
-            for _ in range(20):
-                session_after(drafter, [base, base], list(range(base, base + 20)))
-                tree = session_after(drafter, [9, base + 3, base + 4]).propose(
-                    TreeSpec.parse("chain:3")
-                )
-                assert tree.tokens.tolist() == [base + 5, base + 6, base + 7]
-        except Exception as error:  # a thread's own would be lost
-            failures.append(error)
+    def serve(number):
+        base = 1000 * (number + 1)
+        for _ in range(20):
+            session_after(drafter, [base, base], list(range(base, base + 20)))
+            session = session_after(drafter, [9, base + 3, base + 4])
+            tree = session.propose(TreeSpec.parse("chain:3"))
+            assert tree.tokens.tolist() == [base + 5, base + 6, base + 7]
 
-    threads = [threading.Thread(target=serve, args=(1000 * (number + 1),)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(serve)
 
 
 def test_a_corpus_fills_what_the_sequence_does_not_know(tmp_path):
