@@ -166,7 +166,7 @@ class SharedPart(Part):
         """
         size = self.group.size
         heads, e = x.shape[1:]
-        check_heads(heads, size, "a layer", keys)
+        check_heads(heads, size, keys)
         if heads < size:
             x = x.repeat_interleave(size // heads, dim=1)  # to those whose query heads read it
             heads = size
@@ -191,7 +191,7 @@ class SharedPart(Part):
         return found[:, :own].transpose(0, 1).flatten(1, 2)
 
 
-def check_heads(heads: int, size: int, what: str, keys: bool = False) -> None:
+def check_heads(heads: int, size: int, keys: bool = False) -> None:
     """Raises UserError: `size` processes cannot divide the heads. Fewer key heads are repeated."""
     if heads % size == 0 or (keys and size % heads == 0):
         return
@@ -201,7 +201,7 @@ def check_heads(heads: int, size: int, what: str, keys: bool = False) -> None:
         name = "key"
         rule = f"divides or is a multiple of {heads}"
     raise UserError(
-        f"sequence_parallel={size}: {what} has {heads} {name} heads, which {size} processes "
+        f"sequence_parallel={size}: a layer has {heads} {name} heads, which {size} processes "
         f"cannot divide among them; choose a number that {rule}"
     )
 

@@ -276,45 +276,6 @@ def test_a_load_test_keeps_its_finished_steps(folder):
     assert [cell["requests"] for cell in partial["servers"]["url"]["cells"]] == [2]
 
 
-@pytest.mark.slow
-def test_an_evaluation_keeps_finished_prompts(folder, monkeypatch):
-    words = [
-        "eval",
-        "--target",
-        "target",
-        "--drafter",
-        "ngram",
-        "--suite",
-        "many_suite.jsonl",
-        "--output",
-        "r.json",
-    ]
-    words += ["--max-new-tokens", "24", "--baselines", "autoregressive"]
-    command = Command(folder, words)
-    log = folder / "r.json.partial.jsonl"
-    assert command.wait_for(lambda: len(lines_of(log)) > 2)
-    command.ends(signal.SIGTERM)
-    kept = lines_of(log)
-    assert 2 < len(kept) < 8 and all(json.loads(line) for line in kept)
-    monkeypatch.chdir(folder)
-    assert cli.main(words) == 0 and not log.exists()
-    assert load_json(folder / "r.json")["overall"]["prompts"] == 7
-
-
-@pytest.mark.slow
-def test_training_saves_first(folder):
-    command = Command(
-        folder,
-        ["train", "run.yaml", "drafter.depth_share=0.5", "max_steps=5000", "save_steps=5000"],
-    )
-    assert command.wait_for(lambda: "step 3/" in command.out.read_text())
-    command.ends(signal.SIGINT, "SIGINT: saved run/checkpoint-")
-    assert (
-        "saving a checkpoint after this step; Ctrl-C again ends at once" in command.err.read_text()
-    )
-    assert list(folder.glob("run/checkpoint-*/trainer_state.json"))
-
-
 STUCK = {
     "in C": 'hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)',  # one call, without a look at signals
     "swallowed": """

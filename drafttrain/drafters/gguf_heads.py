@@ -129,7 +129,9 @@ class GgufHeads(Shipping[D]):
                 weights=True,
             )
         keys = {f"{self.gguf_arch}.{key}": value for key, value in self.gguf_keys(drafter).items()}
-        mask = _mask_id(drafter)
+        mask = getattr(drafter.config, "mask_token_id", None)  # at positions to predict
+        if "mask" in drafter.state_dict():
+            mask = drafter.config.vocab_size
         if mask is not None:
             keys["tokenizer.ggml.mask_token_id"] = mask
         path = write_file(
@@ -323,13 +325,6 @@ def _rows(drafter: TrainableDrafter) -> int:
 def _keeps_all(drafter: TrainableDrafter) -> bool:
     """Whether row i of the head belongs to token i, for all of the file's tokens."""
     return torch.equal(drafter.kept_ids.cpu(), torch.arange(_rows(drafter)))
-
-
-def _mask_id(drafter: TrainableDrafter) -> int | None:
-    """The token at positions to predict, None for kinds without."""
-    if "mask" in drafter.state_dict():
-        return drafter.config.vocab_size
-    return getattr(drafter.config, "mask_token_id", None)
 
 
 def _agree(value: object, ours: object) -> bool:

@@ -279,6 +279,12 @@ class Shipping(Generic[D]):
         algorithm = self.options(trained).get(engine.name, {}).get("speculative-algorithm", "")
         return self.lacking(trained, form, engine) + _without_features(trained, engine, algorithm)
 
+    def unserved(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
+        """Why an engine does not draft with an export in a format; empty if it does."""
+        if form in self.formats and engine.name not in self.options(trained):
+            return [f"it knows no drafter of kind {trained.kind}"]
+        return self.unsupported(trained, form, engine)
+
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         """The drafter's features that an engine does not support in one of `formats`."""
         return []

@@ -232,7 +232,14 @@ class Vllm(ServingEngine):
     def command(self, serving: Serving) -> str:
         command = shlex.join(["vllm", "serve", serving.target, *self.flags(serving)])
         if serving.swap_root:
-            command = swappable(command, serving.swap_root)
+            # It listens to this machine alone: a server for others needs --api-key, which guards the route.
+            root = shlex.quote(serving.swap_root)
+            command = (
+                "# in vLLM's environment, once: pip install --no-deps drafttrain\n"
+                f"VLLM_PLUGINS=drafttrain_swap {ROOT}={root} \\\n"
+                f"{command} --host {HOST} --worker-extension-cls {EXTENSION}\n"
+                f"# drafttrain swap --server http://{HOST}:8000 --drafter HEAD    (below {root})"
+            )
         if "num_speculative_tokens_per_batch_size" in self.settings(serving):
             return f"{VLLM_COSTS}\n{command}"
         return command
@@ -256,20 +263,6 @@ class Vllm(ServingEngine):
         if serving.schedule and "num_speculative_tokens" not in serving.options:
             chosen |= vllm_keys(serving.schedule)
         return chosen
-
-
-def swappable(command: str, root: str) -> str:
-    """A command of vLLM whose server swaps heads below a root.
-
-    It listens to this machine alone. A server for others needs --api-key, which guards the route.
-    """
-    where = shlex.quote(root)
-    return (
-        "# in vLLM's environment, once: pip install --no-deps drafttrain\n"
-        f"VLLM_PLUGINS=drafttrain_swap {ROOT}={where} \\\n"
-        f"{command} --host {HOST} --worker-extension-cls {EXTENSION}\n"
-        f"# drafttrain swap --server http://{HOST}:8000 --drafter HEAD    (below {where})"
-    )
 
 
 class Sglang(ServingEngine):

@@ -70,9 +70,7 @@ def recipes(
     options = kind.options(trained)
     made = []
     for name, release in ENGINES.items():
-        reasons = kind.unsupported(trained, release.form, release)
-        if not reasons and name not in options:
-            reasons = [f"it knows no drafter of kind {trained.kind}"]
+        reasons = kind.unserved(trained, release.form, release)
         if reasons:
             made.append(Recipe(name, reasons=reasons))
             continue

@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
+from drafttrain.evaluation.metrics import partial_file
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.engine_runs import EngineJob, SeenPrompt, missing
 from drafttrain.export.export_drafter import export
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         environment = describe_environment(torch.device("cpu"))
         found = {**environment, **describe_run(), "command": command_line(), **found}
         write_clean_json(output, found)
-        _partial(output).unlink(missing_ok=True)
+        partial_file(output).unlink(missing_ok=True)
         wrote.append(output)
 
     wrong = [row for row in rows if not agrees(row)]
@@ -326,11 +327,7 @@ def _log(
         "target": args.target,
         "pythons": dict(pythons),
     }
-    return JsonlLog(_partial(output), settings, _KeptRow, overwrite=True)
-
-
-def _partial(output: Path) -> Path:
-    return output.with_name(output.name + ".partial.jsonl")
+    return JsonlLog(partial_file(output), settings, _KeptRow, overwrite=True)
 
 
 def _interpreters(words: Iterable[str], engine: str) -> dict[str, str]:

@@ -89,10 +89,7 @@ class DrafterRows:
         form = self.form
         if not form:
             form = self.kind.verifiable.get(engine.name.lower(), engine.form)
-        if engine.name not in self.kind.options(trained):
-            reasons = [f"it knows no drafter of kind {trained.kind}"]
-        else:
-            reasons = self.kind.unsupported(trained, form, engine)
+        reasons = self.kind.unserved(trained, form, engine)
         if reasons:
             row["verdict"] = f"unsupported by release {engine.release}: {'; '.join(reasons)}"
             return row

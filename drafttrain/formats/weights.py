@@ -151,12 +151,6 @@ def check_kept_ids(kept: Tensor, vocab_size: int, where: str) -> None:
         )
 
 
-def _shape(entry: Tensor | tuple[int, ...]) -> tuple[int, ...]:
-    if isinstance(entry, tuple):
-        return entry
-    return tuple(entry.shape)
-
-
 def check_names(found: Mapping[str, Tensor] | Shapes, expected: Shapes, where: str) -> None:
     """Checks that names and shapes are exactly the expected ones.
 
@@ -174,9 +168,10 @@ def check_names(found: Mapping[str, Tensor] | Shapes, expected: Shapes, where: s
                 f"{where} {word} weights: {shown:.300}; config.json does not describe its files"
             )
     for name, wanted in expected.items():
-        shape = _shape(found[name])
-        if shape != tuple(wanted):
-            raise UserError(f"{where}: {name} has shape {list(shape)}, must be {list(wanted)}")
+        entry = found[name]
+        shape = list(entry if isinstance(entry, tuple) else entry.shape)
+        if shape != list(wanted):
+            raise UserError(f"{where}: {name} has shape {shape}, must be {list(wanted)}")
 
 
 def check_weights(

@@ -188,12 +188,9 @@ def _few_rows(logits: Tensor) -> bool:
 
     torch splits even few rows among threads, whose start takes longer than the work.
     """
-    return 0 < logits.shape[0] <= _FEW and _kernel_reads(logits)
-
-
-def _kernel_reads(logits: Tensor) -> bool:
     return (
-        logits.is_cpu
+        0 < logits.shape[0] <= _FEW
+        and logits.is_cpu
         and logits.dtype == torch.float32
         and logits.is_contiguous()
         and cpu_kernels() is not None

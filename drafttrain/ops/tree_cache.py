@@ -60,6 +60,13 @@ def _on_gpu(query: Tensor) -> bool:
     return query.is_cuda and has_triton()
 
 
+def check_distinct(new: Sequence[tuple[int, object]], rows: int) -> None:
+    """Raises ValueError: a part is of a row that does not exist, or two are of one row."""
+    named = [row for row, _ in new]
+    if len(set(named)) < len(named) or not all(0 <= row < rows for row in named):
+        raise ValueError(f"rows={named} must be distinct numbers from 0 to {rows - 1}")
+
+
 class TreeCache:
     """Keys and values of several sequences, and the attention of packed forwards over them.
 
@@ -229,9 +236,7 @@ class TreeCache:
             UserError: a row's tokens do not fit.
             ValueError: a row that does not exist or occurs twice.
         """
-        named = [row for row, _ in new]
-        if len(set(named)) < len(named) or not all(0 <= row < self.rows for row in named):
-            raise ValueError(f"rows={named} must be distinct numbers from 0 to {self.rows - 1}")
+        check_distinct(new, self.rows)
         self.opened = []
         self._slots = None
         self._plan = None

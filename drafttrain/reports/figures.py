@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from drafttrain.credentials import redact
@@ -124,11 +125,8 @@ def series_of(name: str, places: Iterable[tuple[Json, str]], tone: int, key: str
 def settings_table(runs: Sequence[Json]) -> list[tuple[str, list[str], bool]]:
     """(setting, value per run, whether they differ)."""
     tables = [_settings(run) for run in runs]
-    keys: dict[str, None] = {}  # of all runs, in order
-    for table in tables:
-        keys |= dict.fromkeys(table)
     rows = []
-    for key in keys:
+    for key in dict.fromkeys(itertools.chain(*tables)):  # of all runs, in order
         values = [table.get(key, DASH) for table in tables]
         rows.append((key.replace("_", " "), values, len(set(values)) > 1))
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -248,10 +249,8 @@ def differing(runs: Sequence[Json]) -> list[str]:
 
 def _groups(runs: Sequence[_ReportedRun]) -> list[str]:
     """All categories in order of first appearance, and `all`."""
-    names: dict[str, None] = {}
-    for run in runs:
-        names |= dict.fromkeys(run.results["categories"])
-    return [*names, "all"]
+    names = itertools.chain(*(run.results["categories"] for run in runs))
+    return [*dict.fromkeys(names), "all"]
 
 
 def _main_side(runs: Sequence[_ReportedRun]) -> str:
@@ -310,9 +309,7 @@ def _other_speedups(runs: Sequence[_ReportedRun]) -> Chart:
 
     A slow one would flatten the speed-up over plain decoding.
     """
-    sides: dict[str, None] = {}
-    for run in runs:
-        sides |= dict.fromkeys(run.overall["speedup"])
+    sides = dict.fromkeys(itertools.chain(*(run.overall["speedup"] for run in runs)))
     sides.pop(_main_side(runs), None)
 
     series = []
@@ -451,9 +448,7 @@ def _latencies(runs: Sequence[_ReportedRun]) -> list[Chart]:
 
 
 def _rates(runs: Sequence[_ReportedRun]) -> Chart:
-    sides: dict[str, None] = {}
-    for run in runs:
-        sides |= dict.fromkeys(run.overall["baselines"])
+    sides = dict.fromkeys(itertools.chain(*(run.overall["baselines"] for run in runs)))
     series = []
     for run in runs:
         places = [(run.overall, "")]

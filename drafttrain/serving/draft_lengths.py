@@ -78,10 +78,7 @@ def servers(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Engin
     target = resolve_target(target)
     release = ENGINES[SERVED[args.engine]]
     kind = shipping(trained.kind)
-    reasons = kind.unsupported(trained, release.form, release)
-    options = kind.options(trained)
-    if not reasons and release.name not in options:
-        reasons = [f"it knows no drafter of kind {trained.kind}"]
+    reasons = kind.unserved(trained, release.form, release)
     if reasons:
         raise UserError(f"engine={args.engine!r} does not serve this drafter: {'; '.join(reasons)}")
     _check_lengths(trained, args.draft_lengths)
@@ -104,7 +101,7 @@ def servers(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Engin
             if kind.depth_key:
                 export(trained, release.form, exported, dtype, target, length)
             tree = TreeSpec.parse(f"chain:{length}")
-            serving = Serving(target, str(exported), tree, options[release.name])
+            serving = Serving(target, str(exported), tree, kind.options(trained)[release.name])
             drafting = RUNS[release.name].flags(serving)
         yield f"{length} drafted", LengthServer(release.name, serve, drafting, args.flags)
 

@@ -422,13 +422,18 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | None) -> str:
 
 def architectures_of(target: str) -> list[str]:
     """The class names in a target's config; empty if it cannot be loaded, or without a target."""
+    config = _config_of(target)
+    return list(config.architectures or []) if config else []
+
+
+def _config_of(target: str) -> PreTrainedConfig | None:
+    """A target's config; None if it cannot be loaded, or without a target."""
     if not target:
-        return []
+        return None
     try:
-        config = AutoConfig.from_pretrained(resolve_target(target))
+        return AutoConfig.from_pretrained(resolve_target(target))
     except (UserError, OSError, ValueError):
-        return []
-    return list(config.architectures or [])
+        return None
 
 
 class SeeingTarget(NamedTuple):
@@ -441,13 +446,8 @@ class SeeingTarget(NamedTuple):
 @functools.cache
 def seeing_target(name: str) -> SeeingTarget | None:
     """What a target's config says about images; None if it reads none, or its config cannot be loaded."""
-    if not name:
-        return None
-    try:
-        config = AutoConfig.from_pretrained(resolve_target(name))
-    except (UserError, OSError, ValueError):
-        return None
-    if image_class(config) is None:
+    config = _config_of(name)
+    if config is None or image_class(config) is None:
         return None
     return SeeingTarget(tuple(config.architectures or ()), has_mrope(config))
 

@@ -325,7 +325,7 @@ def spec_of(config: PreTrainedConfig, index: int) -> Json:
     return {"config": kept, "index": index}
 
 
-def _mapping(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
+def weight_rules(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """How transformers turns a checkpoint's tensors into a model's.
 
     Returns:
@@ -355,7 +355,7 @@ def read_own_layer(
         raise UserError("its class is not transformers' own")
     model = skeleton(spec_of(target.config, target.num_layers - 1)["config"])
     where, layers = layers_of(model)
-    _, renamed, converted = _mapping(model)
+    _, renamed, converted = weight_rules(model)
     kinds = getattr(model.config, "layer_types", None)
     if not kinds:
         kinds = [""] * len(layers)
@@ -403,7 +403,7 @@ def fill(
     model = skeleton(spec["config"])
     where, layers = layers_of(model)
     place = f"{where}.{spec['index']}."
-    rules, _, _ = _mapping(model)
+    rules, _, _ = weight_rules(model)
     load = LoadStateDictConfig(
         device_map={"": "cpu"},
         dtype=torch.float32,

@@ -93,12 +93,11 @@ class ProvenModel(Protocol):
 
 
 def unsupported(
-    name: str,
-    model: PreTrainedModel,
+    target: ProvenModel,
     fault: str,
 ) -> UserError:
     """The error for a model that cannot be a target."""
-    return UserError(f"target={name!r} ({type(model).__name__}) {fault}")
+    return UserError(f"target={target.name!r} ({type(target.model).__name__}) {fault}")
 
 
 def described(error: Exception) -> str:
@@ -177,7 +176,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
         raise
     except Exception as error:  # other libraries' code may fail under our attention
         fault = f"fails on a proof of {2 * _TOKENS} tokens ({described(error)}); {advice}"
-        raise unsupported(target.name, target.model, fault) from error
+        raise unsupported(target, fault) from error
     layers = [layer for layer, _ in run.rows.forms]
     forms = [form for _, form in run.rows.forms]
     fault = ""
@@ -195,7 +194,7 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
         fault = f"transforms its logits in an unknown way (relative error of ours {max(run.head, run.logits):.2g})"
         advice = "use a target whose logits are its head's products, scaled or soft-capped as its config says"
     if fault:
-        raise unsupported(target.name, target.model, f"{fault}; {advice}")
+        raise unsupported(target, f"{fault}; {advice}")
     # Calls may come in another order than the layers have.
     return [forms[layers.index(i)] for i in range(target.num_layers)], run.scale
 
@@ -279,22 +278,22 @@ def prove_own(target: ProvenModel) -> float:
     # The forward looks up each layer's states by its number.
     except KeyError as error:
         fault = f"does not run its layer {error} on text"
-        raise unsupported(target.name, target.model, fault) from error
+        raise unsupported(target, fault) from error
     except Exception as error:  # code of other libraries
         fault = f"fails on a proof of {n} tokens ({described(error)})"
-        raise unsupported(target.name, target.model, fault) from error
+        raise unsupported(target, fault) from error
     seen = max(
         relative_error(padded.features[:, :n], rows.features),
         relative_error(padded.last_hidden[:, :n], rows.last_hidden),
     )
     if not seen <= most_of_states:
         fault = f"computes states that change with later tokens (relative error {seen:.2g}); use a causal model"
-        raise unsupported(target.name, target.model, fault)
+        raise unsupported(target, fault)
     scale, head = find_scale(target, rows.last_hidden, own)
     if not head <= most_of_head:
         fault = f"transforms its logits in an unknown way (relative error of ours {head:.2g})"
         advice = "use a target whose logits are its head's products"
-        raise unsupported(target.name, target.model, f"{fault}; {advice}")
+        raise unsupported(target, f"{fault}; {advice}")
     return scale
 
 

@@ -17,16 +17,13 @@ import contextlib
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
     convert_and_load_state_dict_in_model,
     rename_source_key,
 )
@@ -47,6 +44,7 @@ from drafttrain.target.loading import (
     text_part,
     weights_folder,
 )
+from drafttrain.target.own_layer import weight_rules
 from drafttrain.target.parts import build_language_model, image_class
 from drafttrain.target.proof import LOGITS, LOGITS_HALF, described, find_scale, unsupported
 from drafttrain.target.sight import Sight
@@ -152,13 +150,11 @@ class TargetShell(Target):
         """
         kept = len(self.layers) - min(count, self.num_layers)
         blank = copy.deepcopy(self.layers[kept:])  # layers without weights, put back below
-        names = {id(module): name for name, module in self.model.named_modules()}
-        parts: dict[str, nn.Module] = {}
+        parts = []
         for layer in self.layers[kept:]:
-            for part in layer.modules():
-                name = names[id(part)]
-                if part._parameters and ".experts" not in name:
-                    parts[name] = part
+            for name, part in layer.named_modules():
+                if part._parameters and ".experts" not in f".{name}":
+                    parts.append(part)
         try:
             if getattr(self.config, "quantization_config", None) is not None:
                 raise UserError("they are quantized")
@@ -188,12 +184,8 @@ class TargetShell(Target):
         """Reads embedding, final norm and head to a device; finds the factor on the products."""
         norm, output = self._find_norm()
         project_in = getattr(self.body, "project_in", None)
-        names = {id(module): name for name, module in self.model.named_modules()}
-        parts: dict[str, nn.Module] = {}
         embedding = self.model.get_input_embeddings()
-        for part in (embedding, self.lm_head, norm, self._project_out, project_in):
-            if part is not None and id(part) in names:
-                parts[names[id(part)]] = part
+        parts = (embedding, self.lm_head, norm, self._project_out, project_in)
         with loading(f"target={self.name!r}", _FIX):
             _read(self, parts, place)
         self.model.requires_grad_(False)
@@ -213,15 +205,14 @@ class TargetShell(Target):
                 own = self.model(input_ids=ids, use_cache=False).logits.float()  # [1, _TOKENS, v]
         except Exception as error:
             fault = f"does not show its head ({described(error)}); load the whole target"
-            raise unsupported(self.name, self.model, fault) from error
+            raise unsupported(self, fault) from error
         self.logit_scale, off = find_scale(self, states, own)
         most = LOGITS
         if self.compute_dtype.itemsize < 4:
             most = LOGITS_HALF
         if not off <= most:
             raise unsupported(
-                self.name,
-                self.model,
+                self,
                 f"transforms its logits in an unknown way (relative error of ours {off:.2g})",
             )
 
@@ -266,8 +257,7 @@ class TargetShell(Target):
                     return between[0], output
             reason = "the body's result is not one norm of the last layer's"
         raise unsupported(
-            self.name,
-            self.model,
+            self,
             f"does not show its final norm ({reason}); load the whole target",
         )
 
@@ -330,11 +320,13 @@ def _answering(
 
 def _read(
     shell: TargetShell,
-    parts: dict[str, nn.Module],
+    modules: Iterable[nn.Module | None],
     place: torch.device,
 ) -> None:
-    """Loads the weights of modules, by their names in the model, as transformers loads models."""
+    """Loads the weights of those modules that are the model's, as transformers loads models."""
     model = shell.model
+    wanted_ids = {id(module) for module in modules}
+    parts = {name: part for name, part in model.named_modules() if id(part) in wanted_ids}
     where = shell.path
     what = f"target={shell.name!r}"
     # Buffers that a class computes (Gemma's embedding scale), while its weights are on meta.
@@ -350,9 +342,7 @@ def _read(
     wanted = set()
     for part_name, module in parts.items():
         wanted |= {f"{part_name}.{key}" for key in module.state_dict()}
-    mapping: list[Any] = get_model_conversion_mapping(model)
-    renamed = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converted = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    mapping, renamed, converted = weight_rules(model)
     sources: dict[str, dict[str, str]] = defaultdict(dict)  # file -> its tensors -> their own names
 
     def placed(key: str) -> str:

@@ -185,7 +185,7 @@ class Sight:
         fault = (
             "has no image_token_id in its config, so rows with images are not read; use text only"
         )
-        raise unsupported(self.target.name, self.target.model, fault)
+        raise unsupported(self.target, fault)
 
     def row(self, ids: Tensor, pictures: Sequence[Picture]) -> ImagePrompt:
         """See `Target.image_row`.
@@ -469,7 +469,7 @@ class Sight:
 
     def _unread(self, prompt: ImagePrompt, reason: str) -> UserError:
         fault = f"cannot decode a prompt with {len(prompt.digests)} images ({reason}); give it text only"
-        return unsupported(self.target.name, self.target.model, fault)
+        return unsupported(self.target, fault)
 
 
 def _apart(marked: list[int], expanded: list[int], placeholder: int) -> tuple[list[int], list[int]]:

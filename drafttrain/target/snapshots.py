@@ -29,6 +29,7 @@ from transformers.utils import ModelOutput
 
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.tree_attention import TreeLayout
+from drafttrain.ops.tree_cache import check_distinct
 from drafttrain.target.own_cache import Continuation, leaves_of
 from drafttrain.target.proof import ProvenModel
 
@@ -155,9 +156,7 @@ class SnapshotCache:
         Raises:
             ValueError: a row that does not exist or occurs twice.
         """
-        named = [row for row, _ in new]
-        if len(set(named)) < len(named) or not all(0 <= row < self.rows for row in named):
-            raise ValueError(f"rows={named} must be distinct numbers from 0 to {self.rows - 1}")
+        check_distinct(new, self.rows)
         self._open = []
         self._read = {}
         for row, shape in new:

@@ -140,7 +140,7 @@ class Target:
         self.logit_scale = 1.0  # `prove` finds it
         head = self.model.get_output_embeddings()
         if head is None:
-            raise unsupported(name, model, "has no language-model head")
+            raise unsupported(self, "has no language-model head")
         self.lm_head: nn.Linear | PackedLinear = head
         self.vocab_size: int = head.weight.shape[0]
         self.layers = self._find_layers()
@@ -348,7 +348,7 @@ class Target:
         try:
             if self.reason:
                 fault = f"{self.reason}; use a model with plain attention"
-                raise unsupported(self.name, self.model, fault)
+                raise unsupported(self, fault)
             if not meta:
                 self.forms, self.logit_scale = prove(self)
         except UserError as error:
@@ -444,7 +444,7 @@ class Target:
         lists = [module for module in self.body.children() if isinstance(module, nn.ModuleList)]
         if len(lists) != 1:
             fault = f"has no list of {self.num_layers} decoder layers"
-            raise unsupported(self.name, self.model, fault)
+            raise unsupported(self, fault)
         self.num_layers = len(lists[0])  # the config counts an encoder's layers, or parts of layers
         return lists[0]
 
@@ -678,7 +678,7 @@ class Target:
         """How it reads images. Raises UserError: it reads none."""
         if self.sight is None:
             fault = "reads no images; use a target that does, or text only"
-            raise unsupported(self.name, self.model, fault)
+            raise unsupported(self, fault)
         return self.sight
 
     @without_grad

@@ -30,15 +30,13 @@ class Server(LocalServer):
         tokenizer: its own. message: more fields of its chat messages.
     """
 
-    def __init__(self, failures=(), models=True, answers=(), tokenizer=None, message=None):
+    def __init__(self, failures=(), answers=(), tokenizer=None, message=None):
         self.failures = list(failures)
         self.requests = []
         self.lock = threading.Lock()
         self.answers = answers
         self.tokenizer = tokenizer
         self.message = message or {}
-        if not models:
-            self.models = (200, b'{"data": []}')
         self.start()
 
     def respond(self, handler: Handler, body: dict) -> None:
@@ -195,27 +193,6 @@ def test_unreachable_server(target_dir, prompts, tmp_path, capsys):
         == 2
     )
     assert f"url='{url}' cannot be reached (ConnectError" in capsys.readouterr().err
-
-
-@pytest.mark.thorough
-def test_refusing_server(target_dir, prompts, tmp_path, capsys):
-    with Server([400] * 100) as server:
-        assert (
-            generate(
-                target_dir, prompts, tmp_path / "a", "--backend", "openai", "--url", server.url
-            )
-            == 2
-        )
-        assert "no conversation has got an answer (HTTP 400 6" in capsys.readouterr().err
-        assert len(server.requests) == 6, "what the client did wrong is not repeated"
-    with Server(models=False) as server:
-        assert (
-            generate(
-                target_dir, prompts, tmp_path / "b", "--backend", "openai", "--url", server.url
-            )
-            == 2
-        )
-        assert "lists no models (malformed: data=[]" in capsys.readouterr().err
 
 
 def test_vllm_not_installed(target_dir, prompts, tmp_path, capsys, monkeypatch):

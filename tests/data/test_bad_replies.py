@@ -176,37 +176,6 @@ def test_every_fault_costs_its_conversation_only(generate, tokenizer):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])
-def test_a_run_at_30_percent_faults_stores_or_lists_each(generate, tokenizer, count):
-    conversations = {f"c{i}": [f"q{i}"] if i % 8 else [f"q{i}", f"and {i}"] for i in range(count)}
-    with FaultyServer(share=0.3) as server:
-        status, line = generate(conversations, server.url)
-        struck = sum(server.struck.values())
-        assert status == 0 and struck > 0.25 * len(server.requests) > 0.25 * count
-    done = stored(generate.folder)
-    failed = listed(generate.folder)
-    assert set(done) | set(failed) == set(conversations) and not set(done) & set(failed)
-    assert 0 < len(failed) < 0.4 * count and line.startswith(
-        f"failed: {len(failed)} conversations ("
-    )
-    for key, turns in conversations.items():
-        if key in done:
-            record = done[key]
-            answers = [
-                tokenizer.decode(record["tokens"][start:end]) for start, end in record["spans"]
-            ]
-            assert answers == [f"reply to {turn}<|im_end|>" for turn in turns], key
-    with FaultyServer(share=0.3, seed=1) as server:  # faults go on
-        status, line = generate(conversations, server.url)
-    assert status == 0 and len(stored(generate.folder)) > len(done)
-    with FaultyServer() as server:
-        missing = len(listed(generate.folder))
-        status, line = generate(conversations, server.url)
-        assert status == 0 and line.startswith(f"this run: {missing} conversations")
-    assert set(stored(generate.folder)) == set(conversations) and not listed(generate.folder)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "message"),
     [

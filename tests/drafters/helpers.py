@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +16,16 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.registry import kind_class
 from drafttrain.states.source import TargetSource
+
+THREADS = 4
+T = TypeVar("T")
+
+
+def in_threads(job: Callable[[int], T]) -> list[T]:
+    """The results of job(0..THREADS-1), each in a thread of its own that starts when all are there."""
+    start = threading.Barrier(THREADS)
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(lambda i: (start.wait(), job(i))[1], range(THREADS)))
 
 
 def make_drafter(target, kept=None, **options):

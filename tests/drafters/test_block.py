@@ -13,12 +13,9 @@ from drafttrain.drafters.dflash2.model import DFlash2
 from drafttrain.drafters.domino.model import Domino
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.jetspec.model import JetSpec
-from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
-from tests.conftest import make_target
-from tests.drafters.block_kinds import KEPT, MIXED, begun, make_drafter, shaken
+from tests.drafters.block_kinds import MIXED, begun, make_drafter, shaken
 from tests.drafters.helpers import (
     check_gradients,
     make_batch,
@@ -182,55 +179,6 @@ def test_trees_go_no_deeper_than_the_block(target, kind):
     prefix = make_batch((9,)).input_ids[0]
     tree = begun(drafter, target, prefix).propose(TreeSpec.parse("chain:9"))
     assert tree.depths == [1, 2, 3, 4]
-
-
-WIDE = TreeSpec(
-    "fanout", 2, (200, 200), 200, 40_200
-)  # every token; larger than the text form allows
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_drawn_trees_say_what_they_were_drawn_from(target, kind):
-    drafter = shaken(kind, target)
-    params = SamplingParams(temperature=0.8, top_k=20)
-    session = begun(drafter, target, make_batch((9,)).input_ids[0])
-    tree = session.propose(
-        TreeSpec.parse("fanout:3x2@sample"), Sampler(params, torch.Generator().manual_seed(1))
-    )
-    wide = begun(drafter, target, make_batch((9,)).input_ids[0]).propose(WIDE)
-    log_q = {(wide.parents[n], int(wide.tokens[n])): wide.log_probs[n] for n in range(len(wide))}
-    first = {int(wide.tokens[n]): n for n in range(200)}
-    for node, parent in enumerate(tree.parents):
-        above = first[int(tree.tokens[parent])] if parent >= 0 else -1
-        scores = torch.stack(
-            [log_q[above, token] for token in KEPT.tolist()]
-        )  # up to a constant: path and confidence
-        q = probabilities(scores[None], params)[0]
-        torch.testing.assert_close(
-            tree.proposal.probs[tree.proposal.rows[node]], q, rtol=1e-3, atol=1e-5
-        )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_save_and_load_round_trip(
-    target,
-    tmp_path,
-    kind,
-):
-    drafter = shaken(kind, target, train_head=True, mask_token_id=290)
-    drafter.save_pretrained(tmp_path)
-    loaded = load_drafter(str(tmp_path), target)
-    assert type(loaded) is kind and loaded.feature_layers == drafter.feature_layers
-    prefix = make_batch((9,)).input_ids[0]
-    spec = TreeSpec.parse("fanout:3x2x2")
-    trees = [begun(one, target, prefix).propose(spec) for one in (drafter, loaded)]
-    assert torch.equal(trees[0].tokens, trees[1].tokens)
-    torch.testing.assert_close(trees[0].log_probs, trees[1].log_probs, rtol=1e-4, atol=1e-5)
-    with pytest.raises(
-        UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"
-    ):
-        loaded.bind(make_target(layers=6))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from drafttrain.errors import UserError
 from drafttrain.inference import SamplingParams, generate
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import pack_panels
-from drafttrain.ops.sampling import Sampler
 from drafttrain.states.source import NoTarget
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.draft_models import BEGINNINGS, SHAPES, make_drafter
@@ -39,7 +38,6 @@ from tests.drafters.layer_kinds import check_padding
 from tests.drafters.overfitting import overfit
 from tests.files import load_json
 from tests.inference.fakes import FAMILIES, VOCAB, family
-from tests.marks import needs_compiler
 
 
 def other_rows(target, rows, seed=2):
@@ -238,36 +236,6 @@ def test_a_model_that_lets_neighbours_in_is_not_packed(target, monkeypatch):
 # -- drafting ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_compiler)])
-@pytest.mark.parametrize(
-    "text", ["chain:4", "fanout:3x2x2", "dynamic:4,3,10", "paths:0,1,0-0,0-1,1-0,0-0-0"]
-)
-def test_every_node_gets_what_the_model_says_after_its_path(target, text, packed):
-    """Parity with training: the trained forward over prefix and path gives the log-probabilities of the tree."""
-    drafter = make_drafter(target).eval()
-    plain = make_drafter(target).eval()
-    if packed:
-        drafter.pack()
-        assert drafter.runner._native is not None
-    ids = make_batch((12,)).input_ids[0]
-    tree = session_after(drafter, ids, pieces=3).propose(TreeSpec.parse(text))
-    assert len(tree) == {"chain:4": 4, "fanout:3x2x2": 21, "dynamic:4,3,10": 10}.get(text, 6)
-    assert all(parent < i for i, parent in enumerate(tree.parents))
-    assert len(set(zip(tree.parents, tree.tokens.tolist(), strict=True))) == len(tree)
-    for node in range(len(tree)):
-        path = []
-        while node >= 0:
-            path.insert(0, node)
-            node = tree.parents[node]
-        whole = torch.cat((ids, tree.tokens[path]))
-        log_probs = plain.lm(input_ids=whole[None]).logits[0].log_softmax(-1)
-        want = sum(
-            log_probs[len(ids) - 1 + i, token] for i, token in enumerate(tree.tokens[path].tolist())
-        )
-        torch.testing.assert_close(tree.log_probs[path[-1]], want, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("window", [None, 5])
 def test_rounds_leave_what_a_fresh_reading_gives(window):
     """Whatever is accepted, the root's logits and the kept keys are those of a session that reads the text at once."""
@@ -324,13 +292,6 @@ def test_accepted_tokens_are_not_read_again(target):
     assert sizes == [1]
 
 
-def load_like(drafter, target):
-    """As load_drafter readies a drafter."""
-    drafter.eval().pack()
-    drafter.bind(target)
-    return drafter
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["shared", "lora"])
 def test_another_one_with_the_same_weights_drafts_the_same(target, name):
@@ -372,18 +333,6 @@ def test_a_model_that_is_the_target_is_always_right(target):
         eos_ids=(),
     )
     assert drawn.stats.accepted == [3] * 5, "p = q, so the first draw is always accepted"
-
-
-def test_drawn_trees_come_from_the_drafters_distribution(target):
-    drafter = make_drafter(target).eval()
-    ids = make_batch((9,)).input_ids[0]
-    session = session_after(drafter, ids)
-    q = session.root[0].softmax(-1)
-    sampler = Sampler(SamplingParams(temperature=1.0), torch.Generator().manual_seed(0))
-    trees = [session.propose(TreeSpec.parse("chain:1@sample"), sampler) for _ in range(500)]
-    torch.testing.assert_close(trees[0].proposal.probs[0], q)
-    counts = torch.bincount(torch.cat([tree.tokens for tree in trees]), minlength=300) / 500
-    assert (counts - q).abs().max() < 0.08
 
 
 @pytest.mark.thorough

@@ -15,7 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drafttrain.batch import anchors_by_depth
 from drafttrain.drafters.common.layers import Rotary
-from drafttrain.drafters.common.starts import linear_start
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.registry import load_drafter
 from drafttrain.errors import UserError
@@ -23,8 +22,8 @@ from drafttrain.ops.native import cpu_kernels
 from drafttrain.target import Target
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.eagle3_options import EVERYTHING, YARN
-from tests.drafters.helpers import make_batch, make_drafter, run_step, source_of
-from tests.drafters.layer_kinds import check_packed_rows, check_parity
+from tests.drafters.helpers import make_batch, make_drafter, run_step
+from tests.drafters.layer_kinds import check_closed_form_start, check_packed_rows, check_parity
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -99,21 +98,6 @@ def test_responses_shorter_than_the_depths_train_as_far_as_they_go(target, optio
     assert step.loss.isfinite() and drafter.fc.weight.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
-def test_gradient_checkpointing_gives_the_same_gradients(target, options):
-    grads = []
-    for checkpointing in (False, True):
-        drafter = shaken(target, **options).train()
-        if checkpointing:
-            drafter.gradient_checkpointing_enable()
-            assert drafter.gradient_checkpointing
-        run_step(drafter, target, make_batch()).loss.backward()
-        grads.append({name: parameter.grad for name, parameter in drafter.named_parameters()})
-    for name in grads[0]:
-        torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-5, atol=1e-7)
-        assert grads[0][name].abs().sum() > 0, name
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
@@ -123,6 +107,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(target, options):
         {"fc_norm": True},
         {"attention_bias": True, "norm_output": True},
         {"hidden_size": 24, "head_dim": 8},
+        {"num_key_value_heads": 4},
+        {"num_attention_heads": 8, "num_key_value_heads": 8},
         EVERYTHING,
     ],
     ids=lambda o: "everything" if len(o) > 9 else next(iter(o)),
@@ -130,13 +116,10 @@ def test_gradient_checkpointing_gives_the_same_gradients(target, options):
 def test_the_closed_form_start_serves_every_option(options):
     target = make_target(hidden=32)
     drafter = make_drafter(target, **{"head_dim": 8, "ttt_steps": 3, **options})
-    batches = [make_batch((60, 50), seed=seed) for seed in range(8)]
-    before = run_step(drafter, target, batches[0])
-    explained = linear_start(drafter, batches, source_of(target, drafter))
-    after = run_step(drafter, target, batches[0])
-    assert 0.1 < explained <= 1.0
-    assert after.loss < before.loss
-    assert (after.metrics["alpha"] > before.metrics["alpha"]).all()  # at every depth
+    check_closed_form_start(drafter, target).loss.backward()
+    # Silent heads and the MLP wake up within two steps; their output matrices get gradients at once.
+    assert drafter.midlayer.mlp.down_proj.weight.grad.abs().sum() > 0
+    assert drafter.midlayer.self_attn.o_proj.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(

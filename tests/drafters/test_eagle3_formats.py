@@ -25,37 +25,6 @@ def target():
 
 
 @pytest.mark.parametrize("form", [SPECULATORS, FLAT])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"draft_vocab_size": 0},
-        {"feature_layers": (1, 3, 6)},
-        {"rope_theta": 123.0, "num_key_value_heads": 1},
-    ],
-)
-def test_there_and_back(target, tmp_path, form, options):
-    head = make_head(target, **options)
-    write_eagle3(head, tmp_path, form, dtype=torch.float32)
-    back = SHIPPING.read(tmp_path, target.identity())
-    assert back.state_dict().keys() == head.state_dict().keys()
-    assert all(
-        torch.equal(back.state_dict()[name], value) for name, value in head.state_dict().items()
-    )
-    for name in (
-        "feature_layers",
-        "head_dim",
-        "num_key_value_heads",
-        "rope_theta",
-        "rms_norm_eps",
-        "target",
-    ):
-        assert getattr(back.config, name) == getattr(head.config, name), name
-    found = prove(head, tmp_path / "ours", tmp_path)
-    assert found["same_tokens"] and found["max_log_prob_difference"] < 1e-4
-
-
-@pytest.mark.parametrize("form", [SPECULATORS, FLAT])
 def test_a_changed_weight_or_key_is_noticed(target, tmp_path, form):
     head = make_head(target)
     write_eagle3(head, tmp_path, form, dtype=torch.float32)
@@ -74,20 +43,8 @@ def test_a_changed_weight_or_key_is_noticed(target, tmp_path, form):
         with pytest.raises(UserError, match="computes something else"):
             prove(head, tmp_path / "ours", tmp_path)
         layer.update(before)
-    described["norm_output"] = True
-    dump_json(config, described)
-    with pytest.raises(UserError, match="computes something else"):
-        prove(head, tmp_path / "ours", tmp_path)
-    described["norm_output"] = False
-    dump_json(config, described)
     save_file({**weights, "d2t": torch.zeros_like(weights["d2t"])}, file)
     with pytest.raises(UserError, match="computes something else"):
-        prove(head, tmp_path / "ours", tmp_path)
-    save_file({name: value for name, value in weights.items() if name != "norm.weight"}, file)
-    with pytest.raises(UserError, match=r"lacks weights: norm.weight"):
-        prove(head, tmp_path / "ours", tmp_path)
-    save_file({**weights, "extra": torch.zeros(1)}, file)
-    with pytest.raises(UserError, match="has unknown weights: extra"):
         prove(head, tmp_path / "ours", tmp_path)
 
 

@@ -7,57 +7,13 @@ import torch
 
 from drafttrain.drafters.common.rows import HostPass
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.ops import tree_attention
 from drafttrain.ops.cpu_draft import DraftStep
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.tree_attention import CpuPlan
 from drafttrain.ops.tree_cache import TreeCache
 from tests.conftest import make_target
-from tests.drafters.helpers import check_same_trees, make_batch, make_drafter
+from tests.drafters.helpers import check_same_trees, make_batch
 from tests.drafters.layer_kinds import check_parity, make_kind
 from tests.marks import needs_compiler
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 6}, {"num_hidden_layers": 2, "sliding_window": 9}], ids=str
-)
-def test_kernel_and_torch_draft_the_same_trees_alone_and_together(monkeypatch, options):
-    target = make_target(hidden=64)  # heads of 16, which the kernel serves
-    drafter = make_drafter(target, **options).eval()
-    ids = make_batch((9, 14, 30)).input_ids
-    prefixes = [row[:length] for row, length in zip(ids, (9, 14, 30), strict=True)]
-    features = [
-        target.forward(prefix[None], drafter.feature_layers).features[0] for prefix in prefixes
-    ]
-
-    def draft(text, rows):
-        """After the prompt and two more tokens, in sessions whose buffers have to grow."""
-        sessions = [drafter.start(prefixes[row][:-3], len(prefixes[row])) for row in rows]
-        for cut in (slice(0, -2), slice(-2, None)):
-            new = (
-                [prefixes[row][1:][cut] for row in rows],
-                [features[row][:-1][cut] for row in rows],
-            )
-            drafter.extend_all(sessions, *new)
-        return drafter.propose_all(sessions, [TreeSpec.parse(text)] * len(rows), [None] * len(rows))
-
-    served = []
-    attend = CpuPlan.attend
-    monkeypatch.setattr(
-        CpuPlan,
-        "attend",
-        lambda plan, *args, **kw: served.append(plan) or attend(plan, *args, **kw),
-    )
-    for text in ("chain:4", "fanout:3x2x2", "dynamic:4,3,9"):
-        kinds = [draft(text, range(3)), [draft(text, [row])[0] for row in range(3)]]
-        calls = len(served)
-        with monkeypatch.context() as patch:
-            patch.setattr(tree_attention, "cpu_kernels", lambda: None)
-            kinds.append(draft(text, range(3)))
-        assert len(served) == calls > 0
-        for trees in kinds[1:]:
-            check_same_trees(kinds[0], trees)
 
 
 @pytest.mark.thorough

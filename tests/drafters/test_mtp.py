@@ -17,9 +17,7 @@ from tests.drafters.layer_kinds import (
     check_closed_form_start,
     check_packed_rows,
     check_parity,
-    check_round_trip,
     check_training,
-    check_trees,
     make_kind,
 )
 
@@ -45,17 +43,6 @@ def test_both_halves_are_one_forward(target, options):
 
 def test_packed_rows(target):
     check_packed_rows(make_kind("mtp", target, KEPT, shake=True, modules=2), target)
-
-
-@pytest.mark.thorough
-def test_trees(target):
-    check_trees(make_kind("mtp", target, KEPT, shake=True, modules=2, train_head=False), target)
-
-
-@pytest.mark.thorough
-def test_round_trip(target, tmp_path):
-    drafter = make_kind("mtp", target, KEPT, shake=True, modules=2, train_head=False)
-    check_round_trip(drafter, target, tmp_path)
 
 
 def test_a_frozen_head_takes_no_capped_logits(target, monkeypatch):

@@ -10,11 +10,11 @@ from drafttrain.drafters.peagle.model import PEagle, PEagleConfig
 from drafttrain.errors import UserError
 from tests.conftest import make_target
 from tests.drafters.eagle3_options import EVERYTHING
-from tests.drafters.helpers import make_batch, run_step, source_of
+from tests.drafters.helpers import make_batch
 from tests.drafters.layer_kinds import (
+    check_closed_form_start,
     check_packed_rows,
     check_parity,
-    check_trees,
     make_kind,
 )
 
@@ -40,11 +40,6 @@ def make_peagle(target, **options):
 
 def test_packed_rows(target):
     check_packed_rows(make_kind("peagle", target, KEPT, shake=True), target)
-
-
-@pytest.mark.thorough
-def test_trees(target):
-    check_trees(make_kind("peagle", target, KEPT, shake=True), target)
 
 
 def test_all_depths_of_all_sessions_come_from_one_step(target):
@@ -84,12 +79,7 @@ def test_later_depths_do_not_know_the_drafted_tokens(target):
 @pytest.mark.thorough
 def test_the_closed_form_start_beats_copied_weights():
     target = make_target(hidden=32)
-    drafter = make_kind("peagle", target)
-    batches = [make_batch((60, 50), seed=seed) for seed in range(20)]
-    before = run_step(drafter, target, batches[0])
-    assert 0.1 < drafter.solve_start(batches, source_of(target, drafter)) <= 1.0
-    after = run_step(drafter, target, batches[0])
-    assert after.loss < before.loss and after.metrics["loss"][0] < before.metrics["loss"][0]
+    check_closed_form_start(make_kind("peagle", target), target, depths=1)
 
 
 def test_the_mask_is_a_token_of_the_target(target):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.ngram_table import NgramTable
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import decoding_settings, load_drafter
@@ -18,9 +16,7 @@ from drafttrain.drafters.suffix import model as module
 from drafttrain.drafters.suffix.model import SuffixDrafter
 from drafttrain.errors import UserError
 from drafttrain.files import is_hub_id
-from drafttrain.inference import generate, generate_batch
-from drafttrain.target import tokenizer_fingerprint
-from tests.drafters.helpers import check_tree, make_drafter, paths
+from tests.drafters.helpers import check_tree, in_threads, paths
 
 
 def session_after(drafter, prompt, answer=()):
@@ -138,25 +134,16 @@ def test_the_memory_is_bounded_and_lets_texts_go():
 def test_threads_share_a_memory():
     """Each token of an answer follows the one before it in memory too, whatever other threads add in between."""
     drafter = SuffixDrafter(memory=10_000, min_p=0.0)
-    failures = []
 
-    def serve(base):
-        try:
-            for _ in range(20):
-                session_after(drafter, [base, base], list(range(base, base + 20)))
-                tree = session_after(drafter, [9, base + 3, base + 4]).propose(
-                    TreeSpec.parse("chain:3")
-                )
-                assert tree.tokens.tolist() == [base + 5, base + 6, base + 7]
-        except Exception as error:  # a thread's own would be lost
-            failures.append(error)
+    def serve(number):
+        base = 1000 * (number + 1)
+        for _ in range(20):
+            session_after(drafter, [base, base], list(range(base, base + 20)))
+            session = session_after(drafter, [9, base + 3, base + 4])
+            tree = session.propose(TreeSpec.parse("chain:3"))
+            assert tree.tokens.tolist() == [base + 5, base + 6, base + 7]
 
-    threads = [threading.Thread(target=serve, args=(1000 * (number + 1),)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(serve)
 
 
 def test_a_corpus_fills_what_the_sequence_does_not_know(tmp_path):
@@ -168,34 +155,6 @@ def test_a_corpus_fills_what_the_sequence_does_not_know(tmp_path):
         propose([1, 2, 3, 6, 8, 1, 2, 3, 6, 1, 2, 3], "fanout:2", file=file).tokens.tolist()[0] == 6
     )
     assert len(propose([8, 6], "dynamic:3,3,8", file=file)) == 0
-
-
-@pytest.mark.thorough
-def test_greedy_output_does_not_change(target, tmp_path):
-    prompts = [[5, 9, 11, 9, 11], [7], [3, 3, 3, 8]]
-    want = [
-        generate(target, None, prompt, max_new_tokens=24, eos_ids=()).tokens for prompt in prompts
-    ]
-    answers = [prompt + tokens for prompt, tokens in zip(prompts, want, strict=True)]
-    knowing = load_drafter(
-        f"suffix:{stored(tmp_path, answers, tokenizer_fingerprint(target.tokenizer))}", target
-    )
-    growing = SuffixDrafter(memory=1000)
-    combined = CombinedDrafter(make_drafter(target).eval(), knowing)
-    for drafter in (knowing, growing, combined):
-        for _ in range(2):
-            got = generate_batch(
-                target,
-                drafter,
-                prompts,
-                max_new_tokens=24,
-                spec=TreeSpec.parse("dynamic:4,3,9"),
-                eos_ids=(),
-                max_rows=2,
-            )
-            assert [generation.tokens for generation in got] == want
-        if drafter is not combined:  # the second time, the answers are known
-            assert min(generation.stats.accepted_length for generation in got) > 1.5
 
 
 def test_the_file_of_a_kind_is_no_hub_id():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +17,7 @@ from drafttrain.inference import SamplingParams, generate
 from drafttrain.inference.engine import Decoder
 from drafttrain.tuning.tune import TuneSettings, search_tree
 from tests.conftest import make_target
-from tests.drafters.helpers import check_tree, make_drafter, paths
+from tests.drafters.helpers import check_tree, in_threads, make_drafter, paths
 from tests.inference.fakes import MarkovTarget
 
 NO_TREE = TokenTree.empty()
@@ -127,23 +125,15 @@ def test_a_memory_is_bounded_and_forgets_the_oldest():
 
 def test_threads_share_a_memory():
     drafter = TokenRecyclingDrafter(context=2, memory=500, min_p=0.0)
-    failures = []
 
-    def serve(base):
-        try:
-            for number in range(300):
-                session = session_after(drafter, [base, base + number % 7])
-                tell(session, [base, base + 1])
-                assert set(drafted(session, "fanout:2").tokens.tolist()) == {base, base + 1}
-        except Exception as error:  # a thread's own would be lost
-            failures.append(error)
+    def serve(number):
+        base = 100 * number
+        for place in range(300):
+            session = session_after(drafter, [base, base + place % 7])
+            tell(session, [base, base + 1])
+            assert set(drafted(session, "fanout:2").tokens.tolist()) == {base, base + 1}
 
-    threads = [threading.Thread(target=serve, args=(100 * number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(serve)
 
 
 def test_a_target_without_history_is_learned_completely():

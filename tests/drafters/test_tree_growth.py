@@ -13,7 +13,6 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.ops.sampling import Sampler, SamplingParams, probabilities
 from tests.drafters.growing import expand
-from tests.drafters.helpers import make_batch, make_drafter
 from tests.files import dump_json
 
 VOCAB = 6
@@ -206,20 +205,6 @@ def test_a_cut_leaves_the_likely_nodes_of_the_tree(text, least):
     )
     assert left.parents == whole.part(wanted).parents and (least < 0.99 or not len(left))
     assert len(left.prune(1, least)) == left.depths.count(1)
-
-
-def test_drawn_trees_of_a_trained_kind(target):
-    drafter = make_drafter(target, kept=torch.arange(40, 240))
-    prefix = make_batch((9,)).input_ids[0]
-    session = drafter.start(prefix[:-1], 32)
-    session.extend(
-        prefix[1:], target.forward(prefix[None], drafter.feature_layers).features[0, :-1]
-    )
-    trees = [
-        session.propose(TreeSpec.parse("fanout:3x2@sample"), sampler(seed)) for seed in (1, 1, 2)
-    ]
-    assert trees[0].tokens.tolist() == trees[1].tokens.tolist() != trees[2].tokens.tolist()
-    assert trees[0].proposal.probs.shape == (4, 200)
 
 
 SHAPES = ["none", "chain:3", "fanout:4x2x1", "dynamic:5,8,24", "paths:0,1,0-0,0-1"]

@@ -24,6 +24,7 @@ from drafttrain.drafters.shipping import Exported, find_drafter, shipped_kinds, 
 from drafttrain.errors import UserError
 from drafttrain.inference import generate
 from drafttrain.target import Target
+from drafttrain.target.devices import usual_device
 from tests.conftest import loaded_target
 from tests.drafters.block_kinds import BLOCK_KINDS, begun, shaken
 from tests.drafters.helpers import make_batch, make_heads
@@ -294,6 +295,7 @@ def test_what_is_not_computed_is_one_line(target, tmp_path, capsys, name, config
         "--output",
         str(tmp_path / "ours"),
     ]
+    usual_device()  # which logs a line once per process
     assert main(command) == 2
     printed = capsys.readouterr().err.strip()
     assert re.search(message, printed) and "\n" not in printed

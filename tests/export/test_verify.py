@@ -326,8 +326,7 @@ def test_an_engine_that_needs_a_gpu_is_not_started_without_one(monkeypatch):
     kind = SimpleNamespace(
         needs_gpu=("vLLM",),
         verifiable={"vllm": "vllm"},
-        options=lambda _: {"vLLM": {}},
-        unsupported=lambda *_: [],
+        unserved=lambda *_: [],
     )
     rows = DrafterRows.__new__(DrafterRows)
     rows.job, rows.kind, rows.form = (

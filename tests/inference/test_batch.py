@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
@@ -111,45 +110,6 @@ def test_real_models_in_batches(name, prompts, seed, agree, nodes, count, max_ro
     assert tokens_of(got) == want
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name", ["llama", "gemma3", pytest.param("mistral", marks=pytest.mark.slow)]
-)
-def test_greedy_batches_are_what_transformers_generates(name):
-    target, reference = family(name)
-    want = [hf_greedy(reference, prompt, 14) for prompt in PROMPTS]
-    for spec in SPECS:
-        options = {"max_new_tokens": 14, "spec": TreeSpec.parse(spec), "eos_ids": (), "max_rows": 3}
-        assert tokens_of(generate_batch(target, NgramDrafter(), PROMPTS, **options)) == want, spec
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("spec", "combined"),
-    [
-        ("chain:3", False),
-        ("fanout:2x2", True),
-        ("dynamic:4,3,9", False),
-        pytest.param("chain:3", True, marks=pytest.mark.slow),
-        pytest.param("fanout:2x2", False, marks=pytest.mark.slow),
-        pytest.param("dynamic:4,3,9", True, marks=pytest.mark.slow),
-    ],
-)
-def test_eagle3_in_batches(target, spec, combined):
-    drafter = make_drafter(target, kept=torch.arange(40, 240)).eval()
-    drafter = CombinedDrafter(drafter, NgramDrafter(min_n=2)) if combined else drafter
-    options = {"max_new_tokens": 14, "eos_ids": ()}
-    want = alone(target, None, PROMPTS, **options)
-    for max_rows in (1, 3):
-        got = generate_batch(
-            target, drafter, PROMPTS, spec=TreeSpec.parse(spec), max_rows=max_rows, **options
-        )
-        assert tokens_of(got) == want
-        if max_rows == 1:
-            single = [generation.stats.accepted for generation in got]
-        assert [generation.stats.accepted for generation in got] == single
-
-
 def test_eagle3_steps_once_per_depth_for_all_rows(target):
     drafter = make_drafter(target).eval()
     # room for all: no path ends early
@@ -170,21 +130,6 @@ def test_eagle3_steps_once_per_depth_for_all_rows(target):
     specs = [TreeSpec.parse(text) for text in ("none", "chain:1", "chain:5", "chain:2", "none")]
     mixed = drafter.propose_all(sessions, specs, [None] * len(sessions))
     assert [len(tree) for tree in mixed] == [0, 1, 5, 2, 0]
-
-
-@pytest.mark.thorough
-def test_sampled_rows_have_their_own_seeds():
-    target, _ = family("llama")
-    hot = SamplingParams(1.1, 40, 0.95)
-    want = alone(target, None, PROMPTS, seed=7, max_new_tokens=12, sampling=hot, eos_ids=())
-    options = {
-        "max_new_tokens": 12,
-        "sampling": hot,
-        "eos_ids": (),
-        "spec": TreeSpec.parse("dynamic:3,3,8"),
-    }
-    got = generate_batch(target, NgramDrafter(), PROMPTS, seed=7, max_rows=3, **options)
-    assert tokens_of(got) == want
 
 
 def test_rows_join_as_others_finish(monkeypatch):

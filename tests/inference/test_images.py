@@ -17,7 +17,6 @@ from tests.data.seeing import picture as seeing_picture
 from tests.data.seeing import shown, user
 from tests.drafters.helpers import make_drafter
 from tests.inference.fakes import ANY, FakeBatch
-from tests.ops.transformers_sampling import p_value, transformers_says
 from tests.vlm_models import FAMILIES, VOCAB, build, picture, prompt_with
 
 NEW = 10
@@ -225,30 +224,6 @@ def test_responses_to_prompts_with_images(built, family):
         read = prompt_with(prompt, done.sequence[len(prompt) : -1])
         want = target.read_images(read, (1,)).features[0]
         assert (done.features.float() - want).norm() < 0.02 * want.norm()
-
-
-@pytest.mark.thorough
-def test_samples_follow_the_models_distribution(built):
-    """Two tokens behind an image, drafted by rule, by chi-square."""
-    case = built("qwen2_5_vl")
-    target = case.load().pack()
-    prompt = target.image_prompt(f"look: {case.marker} what?", [picture(1)])
-    params = SamplingParams(temperature=0.8, top_k=4)
-    drafter = drafting([prompt], [case.generate(prompt, 3)])
-    options = {"spec": ANY, "sampling": params, "eos_ids": (), "max_rows": 32}
-    decoder = Decoder(target, drafter, **options)
-    seen = torch.zeros(VOCAB, VOCAB)
-    for made in decoder.generate([prompt] * 400, max_new_tokens=2, seed=3):
-        seen[tuple(made.tokens)] += 1
-
-    def says(*answer):
-        logits = case.logits(prompt_with(prompt, answer))[:, -1]
-        return transformers_says(logits.double(), params)[0]
-
-    joint = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    for token in says().nonzero().flatten().tolist():
-        joint[token] = says()[token] * says(token)
-    assert p_value(seen.flatten(), joint.flatten()) > 1e-3
 
 
 def test_chats_with_images(seeing, seeing_processor, tmp_path, monkeypatch):

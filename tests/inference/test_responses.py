@@ -272,52 +272,6 @@ def test_runs_may_interleave(target):
 # -- sampling -----------------------------------------------------------------------------------------------------
 
 
-def filtered(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """The distribution that transformers' own warpers leave."""
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    scores = TemperatureLogitsWarper(float(sampling.temperature))(None, logits)
-    if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
-    if sampling.top_p < 1:
-        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
-    return scores.softmax(-1)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("vocab", [7, 256, 700])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(1.0),
-        SamplingParams(0.7),
-        SamplingParams(1.5, 5),
-        SamplingParams(1.0, 6, 0.8),
-        SamplingParams(1, 0, 0.6),
-    ],
-)
-def test_sampler_draws_from_the_filtered_distribution(vocab, sampling, monkeypatch):
-    """Chi-square of 40,000 draws at evenly spread random numbers, tokens rarer than 1 in 4,000 pooled."""
-    monkeypatch.setattr("drafttrain.ops.sampling._NUCLEUS", 3)
-    draws = 40_000
-    generator = torch.Generator().manual_seed(vocab)
-    logits = 2 * torch.randn(1, vocab, generator=generator)
-    uniforms = torch.rand(draws, dtype=torch.float64, generator=generator)
-    want = filtered(logits, sampling)[0].double()
-    counts = torch.zeros(vocab, dtype=torch.float64)
-    for part in uniforms.split(5000):
-        tokens = sample(logits.expand(len(part), -1), sampling, part)
-        counts += torch.bincount(tokens, minlength=vocab)
-    assert counts[want == 0].sum() == 0, "a token that the filters remove was drawn"
-    expected = want * draws
-    large = expected >= 10
-    observed = torch.cat([counts[large], counts[~large].sum()[None]])
-    expected = torch.cat([expected[large], expected[~large].sum()[None]])
-    chi = ((observed - expected) ** 2 / expected.clamp_min(1e-9))[expected > 1].sum().item()
-    freedom = max(int((expected > 1).sum()) - 1, 1)
-    assert chi < freedom + 4 * (2 * freedom) ** 0.5 + 4, (chi, freedom)
-
-
 def test_sampler_edges():
     logits = torch.full((4, 600), float("-inf"))
     logits[0, 3] = logits[1, 599] = logits[2, 256] = logits[3, 255] = 0.0

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-import drafttrain
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder
 from tests.conftest import make_target
 from tests.drafters.helpers import make_drafter
 from tests.marks import needs_compiler
+from tests.path_files import files_run, listed_files
 
-PACKAGE = Path(drafttrain.__file__).parent
-ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 MOST_FILES = 14
 
 
@@ -34,30 +28,12 @@ def files_of_a_round() -> list[str]:
     rounds = decoder.stream([[5, 9, 11, 9, 11, 30]], max_new_tokens=100)
     for _ in range(4):
         next(rounds)
-    files: dict[str, None] = {}
 
-    def called(frame, event, _argument):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE):
-            files.setdefault(path.relative_to(PACKAGE).as_posix())
-
-    sys.setprofile(called)
-    try:
+    def run() -> None:
         for _ in range(25):  # accepted paths differ, and with them what is moved
             next(rounds)
-    finally:
-        sys.setprofile(None)
-    return list(files)
 
-
-def listed_files() -> list[str]:
-    """The fenced list under the heading 'Files of a decoding round'; a line is a path and what the file does."""
-    _, found, section = ARCHITECTURE.read_text(encoding="utf-8").partition(
-        "# Files of a decoding round\n"
-    )
-    block = re.search(r"```\w*\n(.*?)```", section, re.DOTALL)
-    assert found and block is not None, f"{ARCHITECTURE} lists the files of a decoding round"
-    return [line.split()[0] for line in block.group(1).splitlines() if line.strip()]
+    return files_run(run)
 
 
 @pytest.mark.thorough
@@ -65,4 +41,4 @@ def listed_files() -> list[str]:
 def test_a_round_crosses_few_files():
     files = files_of_a_round()
     assert len(files) <= MOST_FILES, files
-    assert files == listed_files()
+    assert files == listed_files("Files of a decoding round")

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import BertConfig, BertLMHeadModel, PreTrainedModel
 
 from drafttrain.batch import TokenTree
@@ -15,7 +14,6 @@ from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
 from drafttrain.inference import Decoder, SamplingParams, generate
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
-from drafttrain.ops.sampling import probabilities
 from drafttrain.target import Target
 from drafttrain.target.attention import CausalRows
 from drafttrain.target.snapshots import SnapshotCache
@@ -144,49 +142,6 @@ def test_packed_weights_change_nothing(name):
         for side in (target, packed)
     ]
     assert sides[0] == sides[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "mpt"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_pairs_of_sampled_tokens_follow_the_model(name, rows):
-    """Chi-square of the second of two tokens, given the first, where a drafter's trees favour some tokens."""
-    target, reference = family(name)
-    prompt = tokens(5).tolist()
-    sampling = SamplingParams(1.2, top_k=4)
-    count = 1200
-    drafter = FakeDrafter(None, nodes=4, vocab=VOCAB // 2)
-    seen: dict[tuple[int, int], int] = {}
-
-    @torch.no_grad()
-    def next_token(ids):
-        return probabilities(reference(input_ids=torch.tensor(ids)).logits[:, -1], sampling)[
-            0
-        ].double()
-
-    decoder = Decoder(target, drafter, spec=ANY, sampling=sampling, eos_ids=(), max_rows=rows)
-    for seed in range(count // rows):
-        for one in decoder.generate([prompt] * rows, max_new_tokens=3, seed=1000 * seed):
-            seen[one.tokens[0], one.tokens[1]] = seen.get((one.tokens[0], one.tokens[1]), 0) + 1
-    first = next_token([prompt])
-    expected = {}
-    for a in first.nonzero().flatten().tolist():
-        second = next_token([[*prompt, a]])
-        expected |= {
-            (a, b): float(first[a] * second[b]) for b in second.nonzero().flatten().tolist()
-        }
-    assert set(seen) <= set(expected), "a token that top-k drops"
-    kept = [pair for pair, p in expected.items() if p * count >= 5]
-    found = [seen.get(pair, 0) for pair in kept]
-    rest = sum(seen.values()) - sum(found)
-    wanted = torch.tensor([expected[pair] for pair in kept], dtype=torch.float64) * sum(
-        seen.values()
-    )
-    spare = sum(seen.values()) - float(wanted.sum())
-    if spare > 1:
-        found = [*found, rest]
-        wanted = torch.cat((wanted, torch.tensor([spare], dtype=torch.float64)))
-    assert chisquare(found, (wanted * sum(found) / wanted.sum()).numpy()).pvalue > 1e-3
 
 
 @pytest.mark.thorough

@@ -85,32 +85,6 @@ def test_all_depths_and_gradients_are_those_of_one_masked_softmax(heads, kv, win
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.thorough
-def test_gradients_against_finite_differences():
-    generator = torch.Generator().manual_seed(1)
-    begin = begins((3, 4))
-    own = torch.tensor([1, 2, 4, 6])
-
-    def make(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
-
-    tensors = (
-        make(4, 4, 3),
-        *(make(7, 2, 3) for _ in "kv"),
-        *(make(5, 2, 3) for _ in "kv"),
-        *(make(4, 2, 3) for _ in "kv"),
-    )
-
-    def attention(query, base_key, base_value, *path):
-        rows = torch.tensor([0, 2, 3, 4])
-        paths = [ops.Path(path[0], path[1], rows), ops.Path(path[2], path[3])]
-        return path_attention(
-            query, base_key, base_value, Spans(begin[own], own, begin[own]), paths
-        )
-
-    assert torch.autograd.gradcheck(attention, tensors)
-
-
 def spans_of(window):
     own = torch.arange(len(begins()))[1::2]
     begin = begins()[own]

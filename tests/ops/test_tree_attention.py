@@ -216,7 +216,7 @@ def test_cpu_kernel_gives_a_node_what_plain_decoding_gives(stored, prefix, windo
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_cpu_kernel_serves_packed_rows(data):
-    """Several sequences in one call, each on its own part of the slot axis, keys and values stored on the way."""
+    """Several sequences in one call, each on its own part of the slot axis, keys and values stored on the way; trees may grow."""
     rows = data.draw(st.integers(1, 4))
     capacity = 60
     order = data.draw(st.permutations(range(rows)))
@@ -228,7 +228,9 @@ def test_cpu_kernel_serves_packed_rows(data):
             if data.draw(st.booleans())
             else None
         )
-        layouts.append(TreeLayout(data.draw(st.integers(0, 40)), tree, count=n))
+        held = data.draw(st.integers(0, n - 1)) if tree is not None else 0
+        layouts.append(TreeLayout(data.draw(st.integers(0, 40)), tree, count=n, held=held))
+    olds = [layout.prefix_len + layout.held for layout in layouts]
     total = sum(layout.count for layout in layouts)
     q, key, value = inputs(6, 2, total, total, 32, 48, seed=total)
     _, keys, values = inputs(6, 2, 1, rows * capacity, 32, 48, seed=1)
@@ -242,11 +244,11 @@ def test_cpu_kernel_serves_packed_rows(data):
     }
     want = []
     begin = 0
-    for row, layout in zip(order, layouts, strict=True):
+    for row, layout, old in zip(order, layouts, olds, strict=True):
         own = slice(begin, begin + layout.count)
         first = row * capacity
-        k = torch.cat((keys[None, :, first : first + layout.prefix_len], key[:, :, own]), dim=2)
-        v = torch.cat((values[None, :, first : first + layout.prefix_len], value[:, :, own]), dim=2)
+        k = torch.cat((keys[None, :, first : first + old], key[:, :, own]), dim=2)
+        v = torch.cat((values[None, :, first : first + old], value[:, :, own]), dim=2)
         want.append(tree_attention(q[:, :, own], k, v, layout, **options))
         begin += layout.count
     with torch.no_grad():
@@ -255,7 +257,7 @@ def test_cpu_kernel_serves_packed_rows(data):
         )
         got = plan.attend(q, keys, values, new=(key, value), **options)
     torch.testing.assert_close(got, torch.cat(want, dim=2).transpose(1, 2), atol=2e-5, rtol=2e-5)
-    first = order[0] * capacity + layouts[0].prefix_len
+    first = order[0] * capacity + olds[0]
     assert torch.equal(keys[:, first : first + layouts[0].count], key[0, :, : layouts[0].count])
 
 
@@ -275,32 +277,3 @@ def test_a_tree_may_grow_over_several_forwards(width, window):
             ]
             got = tree_attention(q[:, :, held:], k, v, layout, scaling=0.4, window=window)
             torch.testing.assert_close(got, whole[:, :, held:], atol=1e-5, rtol=1e-5)
-
-
-@needs_compiler
-@torch.no_grad()
-def test_growing_trees_share_a_packed_pass():
-    """Two sequences, one with held tokens and one without, in one call that also stores the new keys."""
-    trees = [(3, [-1, -1, 0, 1], 3), (6, [-1, 0, 0], 0)]
-    layouts = [TreeLayout(prefix, parents, held=held) for prefix, parents, held in trees]
-    slots = 16
-    packed = []
-    want = []
-    keys = torch.zeros(2, 2 * slots, 16)
-    values = torch.zeros(2, 2 * slots, 16)
-    for row, (layout, (prefix, parents, held)) in enumerate(zip(layouts, trees, strict=True)):
-        total = prefix + len(parents) + 1
-        q, k, v = inputs(4, 2, layout.count, total, width=16, value_width=16, seed=row)
-        old = prefix + held
-        keys[:, row * slots : row * slots + old], values[:, row * slots : row * slots + old] = (
-            k[0, :, :old],
-            v[0, :, :old],
-        )
-        packed.append((q, k[:, :, old:], v[:, :, old:]))
-        want.append(tree_attention(q, k, v, layout, scaling=0.4))
-    q, k, v = (torch.cat(parts, dim=2) for parts in zip(*packed, strict=True))
-    plan = CpuPlan.build([(row * slots, layout) for row, layout in enumerate(layouts)])
-    got = plan.attend(
-        q, keys, values, scaling=0.4, window=None, softcap=None, sinks=None, new=(k, v)
-    )
-    torch.testing.assert_close(got.transpose(1, 2), torch.cat(want, dim=2), atol=1e-5, rtol=1e-5)

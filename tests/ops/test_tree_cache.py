@@ -123,35 +123,6 @@ def test_rows_commit_their_own_paths_in_one_forward():
     assert cache.open([(0, 1)])[0].prefix_len == 0
 
 
-def test_rows_attend_to_themselves_only():
-    """A packed forward of three rows equals each row's own."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [4, [-1, -1, 0], []]
-    counts = [4, 4, 1]
-    options = {"scaling": 0.5, "window": 3, "softcap": None, "sinks": None}
-
-    def draw(heads, n):
-        return torch.randn(1, heads, n, 8, generator=generator)
-
-    prefix = [[draw(4, n), draw(2, n), draw(2, n)] for n in (1, 5, 9)]
-    new = [[draw(4, n), draw(2, n), draw(2, n)] for n in counts]
-    alone = []
-    for old, now, shape in zip(prefix, new, shapes, strict=True):
-        cache = TreeCache(20)
-        for parts, kind in ((old, old[0].shape[2]), (now, shape)):
-            cache.open([(0, kind)])
-            out = cache.attend(0, *parts, **options)
-            cache.commit([range(parts[0].shape[2])])
-        alone.append(out)
-    cache = TreeCache(20, rows=3)
-    for parts, kinds in ((prefix, [1, 5, 9]), (new, shapes)):
-        cache.open(list(zip((1, 2, 0), kinds, strict=True)))
-        packed = [torch.cat(each, dim=2) for each in zip(*parts, strict=True)]
-        out = cache.attend(0, *packed, **options)
-        cache.commit([range(part[0].shape[2]) for part in parts])
-    torch.testing.assert_close(out, torch.cat(alone, dim=1))
-
-
 def test_memory_is_told():
     cache = TreeCache(1024, rows=2)
     assert cache.nbytes == 0

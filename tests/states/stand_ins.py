@@ -7,6 +7,8 @@ import sys
 import torch
 
 from drafttrain.data.store import FeatureStore, load_records
+from drafttrain.states.served import Served
+from drafttrain.target import Target
 
 SERVED = (1, 2, 3, 4)  # layers of a server
 LAYERS = (1, 2, 3)  # of a drafter
@@ -42,3 +44,11 @@ def engine(
 def stored(data, layers=LAYERS) -> dict[str, dict[str, torch.Tensor]]:
     held = FeatureStore.open(data, layers)
     return {row["id"]: held.get(row["id"]) for row in load_records(data)}
+
+
+def assert_states(client: Served, target: Target, row: list[int]) -> None:
+    """The states that a client gets are the target's own."""
+    ours = target.forward(torch.tensor([row]), client.layers)
+    got = client.request(row)
+    torch.testing.assert_close(got.features, ours.features[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.last, ours.last_hidden[0], rtol=1e-5, atol=1e-6)

@@ -28,7 +28,7 @@ from drafttrain.target import Target
 from tests.conftest import make_target
 from tests.files import ROOT
 from tests.states.fake_state_server import FakeStateServer
-from tests.states.stand_ins import SERVED, engine, stored
+from tests.states.stand_ins import SERVED, assert_states, engine, stored
 from tests.training.runs import write_data
 
 ROW = list(range(5, 40))
@@ -132,15 +132,8 @@ def client(server, target):
     made.close()
 
 
-def assert_states(client: Served, target: Target) -> None:
-    ours = target.forward(torch.tensor([ROW]), client.layers)
-    got = client.request(ROW)
-    torch.testing.assert_close(got.features, ours.features[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got.last, ours.last_hidden[0], rtol=1e-5, atol=1e-6)
-
-
 def test_states_are_the_targets_own_and_no_object_stays(client, server, target):
-    assert_states(client, target)
+    assert_states(client, target, ROW)
     assert len(server.requests) == 3 and not FakeStore.objects  # two of the proof
     given = {
         "local_hostname": "127.0.0.1",
@@ -154,7 +147,7 @@ def test_states_are_the_targets_own_and_no_object_stays(client, server, target):
 def test_a_lost_or_refused_object_costs_retries_and_then_is_one_line(client, server, target, fault):
     client.prove()
     server.faults.extend([fault, fault])
-    assert_states(client, target)
+    assert_states(client, target, ROW)
     assert not FakeStore.objects
     server.always = fault
     fix = (
@@ -168,10 +161,10 @@ def test_a_lost_or_refused_object_costs_retries_and_then_is_one_line(client, ser
 
 
 def test_a_master_that_is_away_is_waited_for_and_named(client, server, target, monkeypatch):
-    assert_states(client, target)
+    assert_states(client, target, ROW)
     FakeStore.away = True
     threading.Timer(0.1, setattr, (FakeStore, "away", False)).start()
-    assert_states(client, target)
+    assert_states(client, target, ROW)
     FakeStore.away = True
     client.patience = 0.1
     with pytest.raises(
@@ -183,9 +176,9 @@ def test_a_master_that_is_away_is_waited_for_and_named(client, server, target, m
 def test_a_server_that_started_again_unnoticed_is_proven_again_over_the_same_connection(
     client, server, target
 ):
-    assert_states(client, target)
+    assert_states(client, target, ROW)
     server.record = {**server.record, "started": 2}
-    assert_states(client, target)
+    assert_states(client, target, ROW)
     assert (
         len(server.requests) == 3 + 4 and len(FakeStore.configs) == 1
     )  # one reply refused, then proof and row

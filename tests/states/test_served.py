@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-import torch
 
 from drafttrain.data.failures import BadReply
 from drafttrain.errors import UserError
@@ -20,7 +19,7 @@ from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 from tests.conftest import make_target
 from tests.states.fake_state_server import FakeStateServer
-from tests.states.stand_ins import SERVED
+from tests.states.stand_ins import SERVED, assert_states
 
 LAYERS = (1, 3, LAST)
 ROWS = [list(range(5 + i, 40 + 3 * i)) for i in range(12)]
@@ -45,13 +44,6 @@ def client(server, target):
     made = Served([server.url], target, LAYERS, timeout=600.0, patience=600.0)
     yield made
     made.close()
-
-
-def assert_states(client: Served, target: Target, row: list[int]) -> None:
-    ours = target.forward(torch.tensor([row]), client.layers)
-    got = client.request(row)
-    torch.testing.assert_close(got.features, ours.features[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got.last, ours.last_hidden[0], rtol=1e-5, atol=1e-6)
 
 
 def left(server: FakeStateServer) -> set[str]:

@@ -121,34 +121,6 @@ def test_what_differs_only_far_out_is_noticed():
     assert NativeBody.of(target) is None
 
 
-def test_a_node_gets_to_the_bit_what_plain_decoding_gets():
-    """Greedy losslessness without rounding: the tree's logits are the plain step's logits."""
-    target = make(MODELS["qwen3 (head norms)"]).pack()
-    assert target._native is not None
-    tokens = [11, 12, 13]
-
-    def prefilled():
-        cache = TreeCache(64)
-        cache.open([(0, 18)])
-        target.forward(torch.arange(3, 21)[None], (), cache.positions(), cache)
-        cache.commit([range(18)])
-        return cache
-
-    plain = []
-    cache = prefilled()
-    for token in tokens:
-        cache.open([(0, 1)])
-        out = target.forward(torch.tensor([[token]]), (), cache.positions(), cache)
-        cache.commit([[0]])
-        plain.append(target.head(out.last_hidden[0, 0]))
-    cache = prefilled()
-    cache.open([(0, [-1, -1, 1, -1, 2, 4])])  # 12 is node 1 below the root, 13 is node 2 below it
-    out = target.forward(torch.tensor([[11, 30, 12, 13, 31, 32, 33]]), (), cache.positions(), cache)
-    logits = target.head(out.last_hidden[0])
-    for row, expected in zip((0, 2, 3), plain, strict=True):
-        assert torch.equal(logits[row], expected)
-
-
 @pytest.mark.parametrize(
     "name", ["qwen3 (head norms)", "mistral (window)", "gemma3 (four norms, two ropes)"]
 )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import pytest
 import torch
@@ -16,21 +13,12 @@ from drafttrain.ops.cpu_draft import DraftStep
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from tests.conftest import make_target
-from tests.drafters.helpers import make_drafter
+from tests.drafters.helpers import THREADS, in_threads, make_drafter
 from tests.marks import needs_compiler
 
 pytestmark = needs_compiler
 
-THREADS = 4
 REPEATS = 60
-T = TypeVar("T")
-
-
-def in_threads(job: Callable[[int], T]) -> list[T]:
-    """The results of job(0..THREADS-1), each in a thread of its own that starts when all are there."""
-    start = threading.Barrier(THREADS)
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(lambda i: (start.wait(), job(i))[1], range(THREADS)))
 
 
 def check_together(job: Callable[[int], list[Tensor]]) -> None:

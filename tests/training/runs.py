@@ -11,8 +11,14 @@ from pathlib import Path
 import psutil
 import torch
 
-from drafttrain.data.store import Store
-from drafttrain.target import Target
+from drafttrain.data.loader import training_rows
+from drafttrain.data.store import FeatureStore, Store, load_records
+from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
+from drafttrain.states.origins import Stored
+from drafttrain.states.source import TargetSource
+from drafttrain.target import Target, TargetShell, load_shell
 from tests.files import ROOT
 
 
@@ -93,3 +99,21 @@ TWO = [
     "--num_machines",
     "1",
 ]
+
+
+def check_replayed(
+    target: Target, data: Path, drafter: TrainableDrafter, trees: list[str], most: int
+) -> None:
+    """Stored answers of `most` tokens verify, without the target's layers, as the target does."""
+    shell = load_shell(target.path, "float32", "cpu", weights=True)
+    assert isinstance(shell, TargetShell)
+    records = load_records(data)
+    rows, _ = training_rows(records, 2048, 0, 0)
+    origin = Stored(FeatureStore.open(data, drafter.feature_layers), list(records["id"]))
+    source = TargetSource(shell, drafter.feature_layers, drafter.kept_ids, origin)
+    for spec in map(TreeSpec.parse, trees):
+        drafter.bind(target)
+        want = acceptance(target, drafter, first_prompts(rows, 8, None), spec, most)
+        drafter.bind(shell)
+        assert replayed(drafter, rows, source, spec, 8, most) == want
+        assert want["accepted_length"] > 1

@@ -7,18 +7,12 @@ import shutil
 import pytest
 
 from drafttrain.cli import main
-from drafttrain.data.loader import training_rows
-from drafttrain.data.store import FeatureStore, load_records
-from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.registry import kind_class
-from drafttrain.evaluation.held_out import acceptance, first_prompts, replayed
 from drafttrain.files import write_jsonl
-from drafttrain.states.origins import Stored
-from drafttrain.states.source import TargetSource
-from drafttrain.target import Target, TargetShell, load_shell
+from drafttrain.target import Target
 from tests.drafters.native_families import write_checkpoint
 from tests.files import load_json
-from tests.training.runs import write_recipe
+from tests.training.runs import check_replayed, write_recipe
 
 PLAIN = ["--dtype", "float32", "--device", "cpu"]
 SMALL = {
@@ -127,21 +121,8 @@ def test_replay_in_training_gives_the_figures_of_decoding(hybrid, tmp_path, kind
     trained = train(tmp_path, hybrid, kind)
     target = Target.load(str(folder), "float32", "cpu")
     assert target.decoding_path == "snapshot"
-    shell = load_shell(str(folder), "float32", "cpu", weights=True)
-    assert isinstance(shell, TargetShell)
     drafter = kind_class(kind).load(trained).eval()
-    drafter.bind(target)
-    records = load_records(data)
-    rows, _ = training_rows(records, 2048, 0, 0)
-    store = FeatureStore.open(data, drafter.feature_layers)
-    origin = Stored(store, list(records["id"]))
-    source = TargetSource(shell, drafter.feature_layers, drafter.kept_ids, origin)
-    for tree in ("chain:3", "fanout:3x2"):
-        want = acceptance(target, drafter, first_prompts(rows, 6, None), TreeSpec.parse(tree), 20)
-        drafter.bind(shell)
-        assert replayed(drafter, rows, source, TreeSpec.parse(tree), 6, 20) == want
-        drafter.bind(target)
-        assert want["accepted_length"] > 1
+    check_replayed(target, data, drafter, ["chain:3", "fanout:3x2"], 20)
 
 
 @pytest.mark.slow

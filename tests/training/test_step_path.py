@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import TrainerState, TrainingArguments
 
-import drafttrain
 from drafttrain.data.loader import collate, training_rows
 from drafttrain.data.store import load_records
 from drafttrain.states.source import TargetSource
 from drafttrain.training.acceleration import OneProcess
 from drafttrain.training.step import TrainingStep
 from tests.drafters.helpers import make_drafter
-from tests.training.runs import ROOT, write_data
+from tests.path_files import files_run, listed_files
+from tests.training.runs import write_data
 
 MOST_FILES = 11
-PACKAGE = Path(drafttrain.__file__).parent
 
 
 def files_of_a_step(target, tmp_path) -> list[str]:
@@ -32,29 +27,18 @@ def files_of_a_step(target, tmp_path) -> list[str]:
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
     step = TrainingStep(drafter, target, source, args, TrainerState(), OneProcess())
     inputs = collate(list(rows))
-    seen = {}
 
-    def note(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE):
-            seen.setdefault(str(path.relative_to(PACKAGE)))
+    def compute() -> None:
+        step.compute_loss(drafter, inputs, torch.tensor(8)).backward()
 
-    for _ in range(2):  # the first one fills caches
-        seen.clear()
-        sys.setprofile(note)
-        try:
-            step.compute_loss(drafter, inputs, torch.tensor(8)).backward()
-        finally:
-            sys.setprofile(None)
+    compute()  # fills caches
+    files = files_run(compute)
     assert all(p.grad is not None for p in drafter.parameters() if p.requires_grad)
-    return list(seen)
+    return files
 
 
 @pytest.mark.thorough
 def test_a_step_crosses_few_files_and_the_docs_list_them(target, tmp_path):
     files = files_of_a_step(target, tmp_path)
     assert len(files) <= MOST_FILES, files
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    section = page.split("## Files of a training step")[1].split("\n## ")[0]
-    listed = re.findall(r"^(\S+\.py)", section.split("```")[1], flags=re.MULTILINE)
-    assert listed == files
+    assert files == listed_files("Files of a training step")

@@ -432,7 +432,7 @@ class LayerDrafter(DecoderDrafter):
         Those of `at.queries` only, if there are any.
         """
         if self.draft_steps:
-            step = self._step_at(depth)
+            step = self.draft_steps[min(depth, len(self.draft_steps) - 1)]
             placed = at.placed(step)
             if placed is not None:
                 made = step.run(embeds.to(states.dtype), states, placed)
@@ -503,6 +503,3 @@ class LayerDrafter(DecoderDrafter):
         for tokens, parents, scores in step.trees(head, shape, table, self.kept_ids, placed, roots):
             trees.append(TokenTree(torch.from_numpy(tokens), parents, torch.from_numpy(scores)))
         return trees
-
-    def _step_at(self, depth: int) -> DraftStep:
-        return self.draft_steps[min(depth, len(self.draft_steps) - 1)]

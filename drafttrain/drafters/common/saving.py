@@ -213,13 +213,10 @@ class SavedWeights(PreTrainedModel if TYPE_CHECKING else object):  # type: ignor
         """
         if self.as_saved is None:
             return super().__reduce_ex__(protocol)
-        return self._fresh_copy().__reduce_ex__(protocol)
-
-    def _fresh_copy(self) -> Self:
         other = self._unpacked().eval()
         other.name = self.name
         other.fresh = True
-        return other
+        return other.__reduce_ex__(protocol)
 
     def load_state_dict(self, *args: Any, **options: Any) -> Any:
         """As torch's.

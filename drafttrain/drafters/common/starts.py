@@ -232,13 +232,10 @@ class LeastSquares:
         self.count += len(x)
 
     def solve(self, each: bool = False) -> Tensor:
-        """[o, i]. each: scale the ridge by each input's own power, as their sizes differ."""
+        """[o, i]. each: the ridge is a share of each input's own power, as they differ by orders of magnitude."""
         power = self.xx.diagonal()  # [i]
-        scale = power.mean().expand_as(power)
-        if each:
-            scale = torch.maximum(power, 1e-3 * scale)
-        ridge = RIDGE * scale
-        return torch.linalg.solve(self.xx + ridge.diag(), self.xy).T
+        scale = power + 1e-6 if each else power.mean().expand_as(power)
+        return torch.linalg.solve(self.xx + (RIDGE * scale).diag(), self.xy).T
 
 
 @torch.no_grad()
@@ -487,7 +484,7 @@ def set_temperature(
         measure=False,
     )
     weight = scaled.clone()
-    best = (float("inf"), 1.0)  # loss and factor  # loss and factor; pairs compare by loss first
+    best = (float("inf"), 1.0)  # loss and factor; pairs compare by loss first
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
         scaled.copy_(weight * factor)
         best = min(best, (float(drafter(inputs).loss), factor))
@@ -510,7 +507,7 @@ def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
         embeds, features, hidden = anchor_rows(drafter, batch, source)
         joint.add(torch.cat((unit(embeds), features), dim=-1), unit(hidden))
         squares += float(hidden.square().mean(-1).sum())
-    drafter.fc.weight.copy_(_solve_scaled(joint)[:, h:])
+    drafter.fc.weight.copy_(joint.solve(each=True)[:, h:])
     drafter.hidden_norm.weight.fill_(1.0)
 
     # The map that attention computes, of embeddings and fused features.
@@ -521,7 +518,7 @@ def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
         both = torch.cat((unit(embeds), drafter.fuse(features).float()), dim=-1)
         fitted.add(both, unit(hidden))
         mean += both.sum(0)
-    maps = _solve_scaled(fitted)
+    maps = fitted.solve(each=True)
     covariance = fitted.xx / fitted.count
     explained = float(((maps @ covariance) * maps).sum() / h)
 
@@ -536,12 +533,6 @@ def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
     set_temperature(drafter, batches[0], source, drafter.norm.weight)
     drafter.train(training)
     return explained
-
-
-def _solve_scaled(fit: LeastSquares) -> Tensor:
-    """[o, i]. The ridge is a share of each input's power, which differ by orders of magnitude."""
-    ridge = RIDGE * torch.diag(fit.xx.diagonal() + 1e-6)
-    return torch.linalg.solve(fit.xx + ridge, fit.xy).T
 
 
 def _set_block_attention(

@@ -198,7 +198,8 @@ class TensorGrowth:
             # The nodes to open next, and the logits of their children.
             chosen, above = self._choose(level, scores, self.opens[depth])
             numbers = chosen + begin
-            above_nodes = self._nodes_of(level, chosen)
+            # The parents [R, m] of candidates among the opened nodes.
+            above_nodes = chosen // level.width if level.nodes is None else level.nodes[chosen]
             begin += level.candidates
             logits = ask(depth + 1, tokens.gather(1, chosen), above_nodes)
         return self._finish(
@@ -230,13 +231,6 @@ class TensorGrowth:
             ).indices
             chosen = best[:, :count].sort(dim=1).values
         return chosen, live.gather(1, chosen)
-
-    @staticmethod
-    def _nodes_of(level: _Level, chosen: Tensor) -> Tensor:
-        """The parents [R, m] of candidates among the opened nodes."""
-        if level.nodes is None:
-            return chosen // level.width
-        return level.nodes[chosen]
 
     def _finish(
         self,

@@ -21,7 +21,7 @@ from drafttrain.drafters.base import (
     Specs,
 )
 from drafttrain.drafters.common import lora, rows
-from drafttrain.drafters.common.context_tokens import ContextTokens, ContextVocabulary
+from drafttrain.drafters.common.context_tokens import ContextVocabulary
 from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, JointSession, Places
 from drafttrain.drafters.common.saving import NamedDrafter, SavedWeights
@@ -508,15 +508,12 @@ class DecoderDrafter(TrainableDrafter):
         """[d, h] of the head that reads the layers' states."""
         raise NotImplementedError
 
-    def open_text(self) -> ContextTokens | None:
-        """The tokens that join a new sequence's vocabulary, none yet; None where none may join."""
-        if self.uses_text and self.context is not None:
-            return self.context.open(self.head_weight)
-        return None
-
     def start(self, prompt_ids: Tensor, max_length: int) -> JointSession:
         cache = TreeCache(max_length + ROOM, dtype=self.stored, window=self.cache_shape.window)
-        return JointSession(self, cache, self.open_text())
+        text = None  # tokens that join the sequence's vocabulary, where any may
+        if self.uses_text and self.context is not None:
+            text = self.context.open(self.head_weight)
+        return JointSession(self, cache, text)
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:

@@ -80,8 +80,6 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
     }
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
-        if engine.form == "sglang" and engine.name != "SGLang":
-            return [f"{engine.name} knows no drafter of kind dflash2"]
         found = super().lacking(trained, form, engine)
         config = trained.config
         if config.get("sample_from_anchor"):

@@ -64,8 +64,6 @@ class DominoShipping(EngineBlocks[Domino]):
     }
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
-        if engine.name != "SGLang":
-            return [f"{engine.name} knows no drafter of kind domino"]
         found = super().lacking(trained, form, engine)
         prefix = trained.config.get("pure_draft_prefix_len")
         if prefix != _PREFIX:

@@ -91,8 +91,6 @@ class DSparkShipping(EngineBlocks[DSpark]):
     }
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
-        if engine.form == "sglang" and engine.name != "SGLang":
-            return [f"{engine.name} knows no drafter of kind dspark"]
         found = super().lacking(trained, form, engine)
         head = trained.config.get("markov_head_type", _VANILLA)
         if head != _VANILLA and form not in ("sglang", "speculators"):

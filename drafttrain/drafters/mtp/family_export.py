@@ -27,8 +27,8 @@ from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
 from drafttrain.formats.weights import dtype_name
 from drafttrain.target import load_shell
-from drafttrain.target.own_layer import OwnLayer, layer_tensors, spec_of
 from drafttrain.target.own_layer import fill as fill_layer
+from drafttrain.target.own_layer import layer_tensors, spec_of
 
 FORMATS = {
     "vllm": Format("a prediction module as the target's family stores it", ("vLLM",)),
@@ -92,7 +92,10 @@ class FamilyModuleShipping(Shipping[MTP]):
         """What is around the module's layer, by the names of the target's checkpoint."""
         stored = FORMS[drafter.config.target_layer["form"]]
         place = stored.module.format(n=config["num_hidden_layers"])
-        shift = _shift(drafter.blocks[0].layer)
+        # 1 for families whose norms store their factors minus one, else 0.
+        parts = drafter.blocks[0].layer.modules()
+        with torch.no_grad():
+            shift = norm_offset(next(part for part in parts if "RMSNorm" in type(part).__name__))
         form: Form = {}
         for theirs, ours in stored.names.items():
             own = f"blocks.0.{ours}.weight"
@@ -142,13 +145,6 @@ class FamilyModuleShipping(Shipping[MTP]):
         for name, weight in own.state_dict().items():
             state[f"blocks.0.layer.{name}"] = weight
         return state
-
-
-def _shift(layer: OwnLayer) -> float:
-    """1 for families whose norms store their factors minus one, else 0."""
-    norm = next(part for part in layer.modules() if "RMSNorm" in type(part).__name__)
-    with torch.no_grad():
-        return norm_offset(norm)
 
 
 FAMILY = FamilyModuleShipping()
