@@ -65,7 +65,7 @@ def accelerator_of(args: TrainingArguments, drafter: TrainableDrafter) -> Accele
         non_blocking=options["non_blocking"],
     )
     with one_line("accelerator_config, bf16, fp16, ddp_*"):
-        plugin = GradientAccumulationPlugin(**{**accumulation, "num_steps": 1})
+        plugin = GradientAccumulationPlugin(num_steps=1, **accumulation)
         accelerator = Accelerator(
             mixed_precision=args.mixed_precision,
             deepspeed_plugin=args.deepspeed_plugin,
@@ -141,8 +141,7 @@ def optimizer_of(
         {"params": without, "weight_decay": 0.0},
     ]
     if args.optim == muon.NAME:
-        vocabulary = (len(drafter.kept_ids), drafter.config.vocab_size)
-        matrices = muon.matrices_of(drafter, vocabulary)
+        matrices = muon.matrices_of(drafter)
         stepped = [parameter for parameter in with_decay if parameter in matrices]
         groups[0]["params"] = [parameter for parameter in with_decay if parameter not in matrices]
         return muon.MuonAndAdamW([{"params": stepped}], groups, args)
