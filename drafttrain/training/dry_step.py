@@ -43,6 +43,7 @@ from drafttrain.states.origins import Origin, Row, RowStates
 from drafttrain.states.source import NoTarget, TargetSource
 from drafttrain.target import Target
 from drafttrain.target.parts import build_language_model
+from drafttrain.training.muon import matrices_of
 from drafttrain.training.step import step_inputs
 
 _BLOCK = 512  # bytes; the CUDA allocator's unit
@@ -85,6 +86,7 @@ class StepMemory:
     flops: float  # of the matrix products and attention of the whole step
     state_width: int  # numbers per token that the drafter reads of the target, last state included
     largest: int = 0  # trained weights of the largest module
+    matrices: int = 0  # trained weights that Muon would step
 
     @property
     def working(self) -> int:
@@ -390,6 +392,7 @@ def dry_step(
 
         gradients = sum(x.grad.nbytes for x in trained if x.grad is not None)
         count = sum(x.numel() for x in trained)
+        matrices = matrices_of(drafter)
         beyond = max(0, ghosts.peak - held - gradients)
         logits = min(ghosts.logits_at_peak, beyond)
         read = min(read, beyond - logits)
@@ -406,6 +409,7 @@ def dry_step(
             flops=ghosts.flops,
             state_width=(len(drafter.feature_layers) + 1) * target.hidden_size,
             largest=_largest_module(drafter),
+            matrices=sum(x.numel() for x in matrices),
         )
 
 

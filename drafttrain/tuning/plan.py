@@ -30,11 +30,12 @@ from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.recipes import recipe_path
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target.devices import resolve_dtype
+from drafttrain.training import muon
 from drafttrain.training.arguments import KEYS, check_recipe
 from drafttrain.tuning.costs import Device, EngineRates, Sizes, model_sizes
 from drafttrain.tuning.hardware import DEVICES
 from drafttrain.tuning.job import Job
-from drafttrain.tuning.plan_memory import Memory, Setting, States, buckets_of
+from drafttrain.tuning.plan_memory import Memory, Setting, States, buckets_of, optimizer_states
 from drafttrain.tuning.plan_recipe import (
     deepspeed_of,
     drafter_of,
@@ -272,6 +273,9 @@ class _Planner:
         shards = 1
         if spread:
             shards = max(self.gpus // processes, 1)
+        orthogonal = trainer.get("optim") == muon.NAME
+        if orthogonal and launch.deepspeed:
+            raise UserError(muon.NOT_CUT)
         if any("offload" in key for key in launch.zero):
             self.notes.append(
                 "what DeepSpeed offloads to the host is counted as if it stayed on the GPU"
@@ -319,6 +323,7 @@ class _Planner:
             buckets=buckets_of(launch.deepspeed),
             accumulates=trainer["gradient_accumulation_steps"] > 1,
             state_bytes=_STATE_BYTES.get(str(trainer.get("optim", "")), 8),
+            muon=orthogonal,
             vision=self.vision
             * dtype.itemsize
             * bool(self.job.image_tokens and states == "online"),
@@ -417,10 +422,11 @@ class _Planner:
             values = value_bytes(self.job.store_dtype, text.hidden_size)
             parts["states"] = 1.01 * values * self.step.state_width * tokens
 
-        # Weights and two states in float32; DeepSpeed adds the weights in 16 bits.
-        width = 14.0 if setting.stage else 12.0
+        # Weights in float32 and the optimizer's states; DeepSpeed adds the weights in 16 bits.
+        width = 6.0 if setting.stage else 4.0
+        size = width * trained + optimizer_states(setting, self.step)
         kept = (self.trainer["save_total_limit"] or 10) + 1  # and the one that is being written
-        parts["checkpoints"] = kept * width * trained
+        parts["checkpoints"] = kept * size
         parts["drafter"] = 4.0 * trained
         return {name: size for name, size in parts.items() if size}
 
@@ -534,7 +540,7 @@ class _Planner:
         groups: list[list[tuple[str, Json]]] = []
         if issubclass(self.kind, DecoderDrafter):
             groups.append([("gradient_checkpointing=true", {})])
-        if setting.processes > 1:
+        if setting.processes > 1 and not setting.muon:
             groups.append([("", {"deepspeed": "2"})])
         if setting.eval_rows > 1:
             groups.append([("per_device_eval_batch_size=1", {})])
@@ -565,6 +571,8 @@ class _Planner:
                 yield _Change(text, now)
 
     def _more_gpus(self) -> Iterator[_Change]:
+        if self.setting.muon:  # each GPU would hold all of it
+            return
         deepspeed = self.job.deepspeed
         if self.setting.stage <= 1:
             deepspeed = "2"

@@ -55,6 +55,7 @@ class Setting:
     buckets: int = _BUCKET  # elements of DeepSpeed's reduction buffers
     accumulates: bool = False  # an optimizer step has several micro-batches
     state_bytes: int = 8  # of the optimizer, per trained weight
+    muon: bool = False  # which has one state of a matrix in place of two
     kept: float = 0.0  # most bytes of states that a CPU's process keeps between epochs
     ahead: float = 0.0  # most bytes of states that it reads ahead of their steps
     vision: float = 0.0  # bytes of the target's vision part, if it runs in the process
@@ -173,7 +174,7 @@ class Memory:
             parts["vision part"] = setting.vision / setting.shards
         if not setting.stage:
             parts["gradients"] = step.gradients
-            parts["optimizer"] = float(setting.state_bytes * trained)
+            parts["optimizer"] = float(optimizer_states(setting, step))
             if n > 1:  # DistributedDataParallel's buckets
                 parts["gradient buckets"] = float(step.gradients)
             return parts
@@ -189,7 +190,7 @@ class Memory:
             parts["drafter"] = step.drafter / n + setting.width * gathered
         parts["gradients"] = gradients
         # With the float32 copy of the weights.
-        parts["optimizer"] = (4 + setting.state_bytes) * trained / n
+        parts["optimizer"] = (4 * trained + optimizer_states(setting, step)) / n
         parts["gradient buckets"] = float(setting.width * buckets)
         return parts
 
@@ -231,6 +232,14 @@ class Memory:
 
         sizes = range(unit, highest + 1, unit)
         return bisect.bisect_left(sizes, True, key=exceeds) * unit
+
+
+def optimizer_states(setting: Setting, step: StepMemory) -> int:
+    """Bytes of the optimizer's states of all trained weights."""
+    states = setting.state_bytes * step.trained
+    if setting.muon:
+        states -= 4 * step.matrices
+    return states
 
 
 def _step_setting(setting: Setting, trains: bool) -> StepSetting:

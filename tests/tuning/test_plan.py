@@ -253,6 +253,13 @@ def test_a_plan_with_its_own_advice_fits(linear, recipe, gigabytes):
     assert followed.fits
 
 
+def test_a_run_with_muon_is_planned_and_advised_without_deepspeed(linear, recipe):
+    words = ["per_device_train_batch_size=32", "max_length=1024", "optim=muon"]
+    found = plan(recipe, words, Job(device="h100", gpu_memory=5, gpus=4))
+    assert found.setting["processes"] == 4 and found.setting["zero_stage"] == 0
+    assert "no such change fits 5 GB" in found.advice[0]
+
+
 def test_advice_names_no_disk_that_is_too_small(linear, recipe):
     words = ["per_device_train_batch_size=32", "max_length=1024"]
     job = Job(device="h100", gpu_memory=28, disk=10**9)
@@ -436,6 +443,7 @@ def test_the_deepspeed_stage_comes_from_a_number_a_file_or_the_recipe(tmp_path):
             "sequence_parallel=2: rows that processes share are not planned",
         ),
         (["kind=eagle9"], {}, "eagle9"),
+        (["optim=muon"], {"deepspeed": "2"}, "optim='muon' steps whole matrices"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(recipe, words, job, message):
