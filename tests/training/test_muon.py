@@ -42,7 +42,7 @@ def trained(target, tmp_path, **keys):
 
 
 def test_a_plan_counts_the_states_that_training_holds(target, tmp_path):
-    drafter, optimizer = trained(target, tmp_path, optim="muon")
+    _, optimizer = trained(target, tmp_path, optim="muon")
     optimizer.step()
     held = sum(
         value.nbytes
