@@ -501,7 +501,7 @@ def learn(config: TrainConfig, args: TrainingArguments, run: Run) -> tuple[Train
     took. SIGTERM and Ctrl-C exit here.
     """
     if config.max_minutes > 0:
-        run.budget = TimeBudget.after(config.max_minutes, run.checkpoint)
+        run.budget = TimeBudget.after(config.max_minutes, load_state(run.checkpoint))
     if config.feature_rates:
         run.column_rates = feature_rates(args, run)
     if run.held_out is not None and config.decode_prompts > 0:
@@ -704,7 +704,7 @@ def check_goes_on(config: TrainConfig, args: TrainingArguments, changed: list[st
         over = config.max_minutes == 0 and args.num_train_epochs <= (state.epoch or 0)
     # A run of a fixed time may end by the clock before it ends by its steps.
     if config.max_minutes > 0:
-        over = over or TimeBudget.after(config.max_minutes, checkpoint).done >= 1
+        over = over or TimeBudget.after(config.max_minutes, state).done >= 1
     if over:
         raise UserError(
             f"output_dir={config.output_dir!r} is trained already, so {', '.join(changed)} cannot take effect; set "

@@ -191,8 +191,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:
-    """Gigabytes by part, see `StepMemory`."""
-    return dry_step(
+    """Gigabytes by part, see `StepMemory`, with AdamW's two float32 states per trained weight."""
+    step = dry_step(
         make_config(args.shape),
         "eagle3",
         {"draft_vocab_size": args.words},
@@ -204,7 +204,12 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
             autocast=torch.bfloat16 if args.autocast else None,
             checkpointing=args.gradient_checkpointing,
         ),
-    ).json()
+    )
+    parts = {"target": step.target, "drafter": step.drafter, "gradients": step.gradients}
+    parts["optimizer"] = 8 * step.trained
+    parts |= {"features": step.features, "logits": step.logits, "activations": step.activations}
+    parts["total"] = sum(parts.values())
+    return {**{name: size / 1e9 for name, size in parts.items()}, "at": step.at}
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------

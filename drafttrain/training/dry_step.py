@@ -54,15 +54,6 @@ _INDEXING = (
     _aten.index_put_.default,
     _aten._index_put_impl_.default,
 )
-_PARTS = (  # of `StepMemory`, in bytes
-    "target",
-    "drafter",
-    "gradients",
-    "optimizer",
-    "features",
-    "logits",
-    "activations",
-)
 _ghosts: list[_Ghosts] = []  # of the dry step that runs
 
 
@@ -77,7 +68,6 @@ class StepMemory:
     target: int  # its weights; of a target without layers, the embedding and the head
     drafter: int
     gradients: int
-    optimizer: int  # AdamW's two float32 states per trained weight
     features: int  # the target's part of the batch
     logits: int  # tensors as wide as a vocabulary
     activations: int  # what else the step holds at its peak
@@ -92,15 +82,6 @@ class StepMemory:
     def working(self) -> int:
         """What the step holds at its peak beyond weights, gradients and optimizer states."""
         return self.features + self.logits + self.activations
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, name) for name in _PARTS)
-
-    def json(self) -> Json:
-        """Gigabytes (10^9 bytes) by part, and their total."""
-        parts = {name: getattr(self, name) / 1e9 for name in _PARTS}
-        return {**parts, "total": self.total / 1e9, "at": self.at}
 
 
 class _Ghost(torch.Tensor):
@@ -400,7 +381,6 @@ def dry_step(
             target=weights,
             drafter=own,
             gradients=gradients,
-            optimizer=8 * count,
             features=read,
             logits=logits,
             activations=beyond - logits - read,

@@ -306,6 +306,7 @@ class _Planner:
         if states == "none":
             prompt = 0
         recomputes = gpu and states == "online" and issubclass(self.kind, DecoderDrafter)
+        older = value_of(trainer, "gradient_checkpointing", recomputes)  # its former name
         return Setting(
             rows=trainer["per_device_train_batch_size"],
             length=config.max_length,
@@ -314,7 +315,7 @@ class _Planner:
             gpu=gpu,
             target_dtype=dtype,
             half=half,
-            checkpointing=bool(trainer.get("gradient_checkpointing", recomputes)),
+            checkpointing=bool(value_of(trainer, "activation_checkpointing", older)),
             states=states,
             loaded=loaded,
             shards=shards,

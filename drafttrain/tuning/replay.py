@@ -449,7 +449,8 @@ class CostModel:
         """The mean of two measurements of the same parts."""
 
         def means(one: dict[Part, float], two: dict[Part, float]) -> dict[Part, float]:
-            return {part: (seconds + two[part]) / 2 for part, seconds in one.items()}
+            # A size may be missing in one: near the token limit trees are cut.
+            return {part: (one[part] + two[part]) / 2 for part in one if part in two}
 
         return CostModel(
             verify=means(self.verify, other.verify),

@@ -199,6 +199,10 @@ def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:
     settings |= cell
     settings["suite"] = suite.digest
     settings["files"] = folder_state(split_name(args.drafter)[0])
+    # Cells of a target on the Hub that earlier versions measured stay finished.
+    files = folder_state(args.target)
+    if files:
+        settings["target_files"] = files
     return fingerprint(settings)
 
 
