@@ -678,14 +678,13 @@ def changed_keys(trained: Json, wished: Json) -> list[str]:
     """
     # A key that an earlier version did not have had no effect, as its default has none.
     before = {**asdict(TrainConfig()), **trained}
-    # The trainer's keys are compared one by one.
-    pairs = [(name, before.get(name), wished[name]) for name in wished if name != "trainer"]
-    trainer = before["trainer"]
-    for name in sorted({*trainer, *wished["trainer"]}):
-        pairs.append((name, trainer.get(name), wished["trainer"].get(name)))
+    before |= before["trainer"]
+    wished = wished | wished["trainer"]
     changed = []
-    for name, was, now in pairs:
-        if was != now and name not in WITHOUT_EFFECT:
+    for name in dict.fromkeys((*wished, *sorted(before["trainer"]))):
+        was = before.get(name)
+        now = wished.get(name)
+        if was != now and name not in WITHOUT_EFFECT and name != "trainer":
             changed.append(f"{name}={shown(now)} (was {shown(was)})")
     return changed
 

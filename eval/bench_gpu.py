@@ -192,10 +192,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:
     """Gigabytes by part, see `StepMemory`, with AdamW's two float32 states per trained weight."""
+    cls: Any = kind_class("eagle3")
     step = dry_step(
         make_config(args.shape),
-        "eagle3",
-        {"draft_vocab_size": args.words},
         StepSetting(
             rows=args.rows,
             length=args.length,
@@ -204,6 +203,8 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
             autocast=torch.bfloat16 if args.autocast else None,
             checkpointing=args.gradient_checkpointing,
         ),
+        "kl",
+        lambda target: cls(cls.config_class.for_target(target, draft_vocab_size=args.words)),
     )
     parts = {"target": step.target, "drafter": step.drafter, "gradients": step.gradients}
     parts["optimizer"] = 8 * step.trained

@@ -23,6 +23,8 @@ _OURS = """from drafttrain import generate
 out = generate({target}, "The capital of France is", drafter={drafter}, tree={tree})
 print(out.text, out.stats.accepted_length)"""
 
+_CHAIN = "chain:3"  # where nothing names a tree
+
 
 class Recipe(NamedTuple):
     """How one engine serves a drafter."""
@@ -185,16 +187,15 @@ def engine_depth(trained: Trained, tree: TreeSpec) -> int:
     return tree.depth
 
 
-def tuned_tree(folder: Path, results: Sequence[Json] = (), default_depth: int = 3) -> TreeSpec:
+def tuned_tree(folder: Path, results: Sequence[Json] = ()) -> TreeSpec:
     """The tree to serve with.
 
-    The fastest measured run's, else decoding.json's, else a chain of the default depth.
+    The fastest measured run's, else decoding.json's, else a chain.
     """
     best = fastest(results)
     if best is not None:
         return TreeSpec.parse(best["decoding"]["tree"]["spec"])
-    chain = f"chain:{default_depth}"
-    tree = TreeSpec.parse(default_tree(str(folder)) or chain)
+    tree = TreeSpec.parse(default_tree(str(folder)) or _CHAIN)
     if tree.depth:
         return tree
-    return TreeSpec.parse(chain)
+    return TreeSpec.parse(_CHAIN)

@@ -89,13 +89,8 @@ def _ddp_options(
     # Activations that backward computes again do not go with a search for unused parameters.
     unused = not (drafter.is_activation_checkpointing or args.activation_checkpointing)
     options: Json = {"find_unused_parameters": unused}
-    given = {
-        "find_unused_parameters": args.ddp_find_unused_parameters,
-        "bucket_cap_mb": args.ddp_bucket_cap_mb,
-        "broadcast_buffers": args.ddp_broadcast_buffers,
-        "static_graph": args.ddp_static_graph,
-    }
-    for name, value in given.items():
+    for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph"):
+        value = vars(args)[f"ddp_{name}"]
         if value is not None:
             options[name] = value
     return DistributedDataParallelKwargs(**options)

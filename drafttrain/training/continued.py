@@ -139,7 +139,7 @@ def continued(target: Target, name: str) -> TrainableDrafter:
 def source_of(
     target: Target,
     drafter: TrainableDrafter,
-    urls: Sequence[str] = (),
+    urls: Sequence[str],
     states_dir: str = "",
 ) -> TargetSource:
     """The target's states for a drafter, from itself or from proven servers of states.

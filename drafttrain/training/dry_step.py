@@ -35,8 +35,6 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PretrainedConfig
 
 from drafttrain.batch import Batch
-from drafttrain.drafters.registry import kind_class
-from drafttrain.files import Json
 from drafttrain.losses import divergence, fused, parse_loss
 from drafttrain.ops import path_attention
 from drafttrain.states.origins import Origin, Row, RowStates
@@ -296,28 +294,21 @@ class StepSetting:
 
 def dry_step(
     config: PretrainedConfig,
-    kind: str,
-    options: Json,
     setting: StepSetting,
-    loss: str = "kl",
-    build: Callable[[Target], Any] | None = None,
+    loss: str,
+    build: Callable[[Target], Any],
 ) -> StepMemory:
     """The memory of one training step.
 
     Args:
-        config: the target's. kind, options: the drafter's, as a recipe's `kind` and `drafter`.
-        build: makes the drafter of the target, on the meta device; default: a new one of this kind
-            and options.
+        config: the target's.
+        build: makes the drafter of the target, on the meta device.
     """
     with torch.device("meta"):
         model = build_language_model(config, dtype=setting.target_dtype)
         model.eval().requires_grad_(False)
         target = Target.wrap(model, None, name=config.model_type, dtype=setting.target_dtype)
-        if build is None:
-            cls: Any = kind_class(kind)
-            drafter = cls(cls.config_class.for_target(target, loss=loss, **options))
-        else:
-            drafter = build(target)
+        drafter = build(target)
         drafter.to(setting.drafter_dtype).train(setting.trains)
 
     with _prepared(setting.gpu) as ghosts:

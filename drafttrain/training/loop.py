@@ -33,7 +33,6 @@ from drafttrain.training.order import (
     announced_batches,
     announced_steps,
     held_out_loader,
-    new_rows,
 )
 from drafttrain.training.run import Training
 
@@ -170,7 +169,7 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
             _report(training, control, taken.norm, rate)
         if control.should_training_stop:
             break
-    logs.end(training.scheduled_rows())
+    logs.end()
     training.checkpoints.rotate(ended=not stop.received)
 
 
@@ -235,9 +234,12 @@ def evaluate(training: Training) -> dict[str, float]:
     measured = torch.zeros(2, device=args.device)  # sum of losses by row; rows
     with run.source.measuring():
         loader = held_out_loader(rows, args, training.accelerator, run.sequence)
+        size = loader.total_batch_size // args.world_size  # type: ignore[attr-defined]
         for number, inputs in enumerate(announced_batches(loader, run.source)):
-            # Rows that fill up the last batches were measured in the first ones.
-            new = new_rows(number, loader, args, len(rows), training.step.sharing)
+            # Groups of processes take successive batches in turn. Rows that fill up the last batches
+            # were measured in the first ones.
+            turn = (number * args.world_size + args.process_index) // training.step.sharing
+            new = min(max(len(rows) - turn * size, 0), size)
             if new < len(inputs["input_ids"]):
                 inputs = {name: value[: max(new, 1)] for name, value in inputs.items()}
             loss = training.step.compute_loss(run.drafter, inputs, repeated=new == 0)

@@ -234,25 +234,6 @@ def held_out_loader(
     return _loader(rows, order, args.eval_batch_size, args, accelerator)
 
 
-def new_rows(
-    number: int,
-    loader: DataLoader,
-    args: TrainingArguments,
-    rows: int,
-    sharing: int,
-) -> int:
-    """How many rows of this process's batch are the first to be read; the others fill it up.
-
-    Args:
-        number: of the batch in `held_out_loader`. rows: held out.
-        sharing: processes that read the same rows.
-    """
-    size = loader.total_batch_size // args.world_size  # type: ignore[attr-defined]
-    # Groups of processes take successive batches in turn.
-    turn = (number * args.world_size + args.process_index) // sharing
-    return min(max(rows - turn * size, 0), size)
-
-
 def announced_batches(loader: DataLoader, source: BatchSource) -> Iterator[Inputs]:
     """A loader's batches, each announced to a source ahead of its turn."""
     reading = source.ahead

@@ -142,6 +142,8 @@ class _Planner:
         shared: _Planner | None = None,
     ):
         """Args: shared: a plan of the same target and drafter, whose shapes are taken."""
+        if shared is not None:
+            vars(self).update(vars(shared))
         self.recipe = recipe
         self.overrides = overrides
         self.job = job
@@ -159,13 +161,6 @@ class _Planner:
 
         if shared is None:
             self._read_shapes()
-        else:
-            self.target = shared.target
-            self.sizes = shared.sizes
-            self.weights = shared.weights
-            self.vision = shared.vision
-            self.width = shared.width
-            self.memory = shared.memory
 
         bandwidth, tflops, memory = DEVICES[name]
         self.device = Device(
@@ -201,7 +196,7 @@ class _Planner:
         build, note = drafter_of(self.config, self.recipe, self.overrides, job.init_config)
         if note:
             self.notes.append(note)
-        self.memory = Memory(self.target, self.config.kind, self.config.loss, build)
+        self.memory = Memory(self.target, self.config.loss, build)
 
     # -- the recipe and its data -------------------------------------------------------------------
 
@@ -722,10 +717,9 @@ def print_plan(found: Plan) -> None:
     console.print(f"parameters: {shapes}")
 
     # Tables of memory, disk and time.
-    parts = [[name, f"{size:.2f}"] for name, size in found.memory_gb.items()]
-    console.print(table_of(["memory of a process", "GB"], parts, right=True))
-    parts = [[name, f"{size:.2f}"] for name, size in found.disk_gb.items()]
-    console.print(table_of(["disk", "GB"], parts, right=True))
+    for place, sizes in (("memory of a process", found.memory_gb), ("disk", found.disk_gb)):
+        parts = [[name, f"{size:.2f}"] for name, size in sizes.items()]
+        console.print(table_of([place, "GB"], parts, right=True))
     rows = []
     for name, hours in found.hours.items():
         rate = ""

@@ -87,24 +87,22 @@ class Memory:
     """The memory of a drafter's training by setting; every dry step runs once.
 
     Args:
-        config: the target's. kind, loss: of the recipe. build: makes the drafter, see `dry_step`.
+        config: the target's. loss: of the recipe. build: makes the drafter, see `dry_step`.
     """
 
     def __init__(
         self,
         config: PretrainedConfig,
-        kind: str,
         loss: str,
         build: Callable[[Target], TrainableDrafter],
     ):
         self.config = config
-        self.kind = kind
         self.loss = loss
         self.build = build
         self._run = functools.cache(self._dry_step)
 
     def _dry_step(self, setting: StepSetting) -> StepMemory:
-        return dry_step(self.config, self.kind, {}, setting, self.loss, self.build)
+        return dry_step(self.config, setting, self.loss, self.build)
 
     def step(self, setting: Setting, trains: bool = True) -> StepMemory:
         """A step of this setting, extrapolated where its batch is large."""

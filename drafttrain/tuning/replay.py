@@ -85,9 +85,7 @@ class _Recorded:
         # The rank of a node is its place in the order by score.
         order = np.argsort(-np.array(self.scores), kind="stable")
         self.ranks: list[int] = np.argsort(order).tolist()
-        self._child: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-        for node, parent in enumerate(self.parents):
-            self._child[parent, self.tokens[node]] = node
+        self._child = tree.places()
         self._merged: dict[tuple[int, float, bool], tuple[_Recorded, int]] = {}
 
     def path(self, tokens: Sequence[int]) -> list[int]:

@@ -434,10 +434,8 @@ class Timings:
 
     def request_ratio(self, side: int, over: int) -> Ratio:
         """The same of whole requests."""
-        return paired_ratio(
-            [self.tokens[side] + 1, self.requests[over]],
-            [self.requests[side], self.tokens[over] + 1],
-        )
+        whole = replace(self, tokens=self.tokens + 1, seconds=self.requests)
+        return whole.ratio(side, over)
 
     def faster(self, side: int, over: int) -> bool:
         """Whether a side is faster than another beyond noise."""

@@ -50,7 +50,7 @@ def test_a_plan_counts_the_states_that_training_holds(target, tmp_path):
         for name, value in state.items()
         if name != "step"
     )
-    memory = Memory(target.model.config, "eagle3", "kl", make_drafter)
+    memory = Memory(target.model.config, "kl", make_drafter)
     setting = Setting(
         rows=2,
         length=16,

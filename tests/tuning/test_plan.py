@@ -78,7 +78,7 @@ def linear(monkeypatch):
     """Plans in which no dry step runs; its value counts those that were asked for."""
     asked = []
 
-    def noted(config, kind, options, setting, loss, build):
+    def noted(config, setting, loss, build):
         asked.append(setting)
         return linear_step(setting)
 
@@ -90,7 +90,6 @@ def linear(monkeypatch):
 def memory(linear):
     return Memory(
         LlamaConfig(**SHAPES),
-        "eagle3",
         "kl",
         lambda t: t,
     )
