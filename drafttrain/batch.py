@@ -342,7 +342,7 @@ class TokenTree:
 
     def match(self, tokens: Sequence[int]) -> int:
         """Length of the drafted path along the given tokens."""
-        child = self._places()
+        child = self.places()
         node = -1
         for depth, token in enumerate(tokens):
             if (node, token) not in child:
@@ -350,7 +350,7 @@ class TokenTree:
             node = child[node, token]
         return len(tokens)
 
-    def _places(self) -> dict[tuple[int, int], int]:
+    def places(self) -> dict[tuple[int, int], int]:
         """The node of each (parent, token)."""
         keys = zip(self.parents, self.tokens.tolist(), strict=True)
         return {key: node for node, key in enumerate(keys)}

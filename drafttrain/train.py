@@ -501,7 +501,7 @@ def learn(config: TrainConfig, args: TrainingArguments, run: Run) -> tuple[Train
     took. SIGTERM and Ctrl-C exit here.
     """
     if config.max_minutes > 0:
-        run.budget = TimeBudget.after(config.max_minutes, run.checkpoint)
+        run.budget = TimeBudget.after(config.max_minutes, load_state(run.checkpoint))
     if config.feature_rates:
         run.column_rates = feature_rates(args, run)
     if run.held_out is not None and config.decode_prompts > 0:
@@ -678,14 +678,13 @@ def changed_keys(trained: Json, wished: Json) -> list[str]:
     """
     # A key that an earlier version did not have had no effect, as its default has none.
     before = {**asdict(TrainConfig()), **trained}
-    # The trainer's keys are compared one by one.
-    pairs = [(name, before.get(name), wished[name]) for name in wished if name != "trainer"]
-    trainer = before["trainer"]
-    for name in sorted({*trainer, *wished["trainer"]}):
-        pairs.append((name, trainer.get(name), wished["trainer"].get(name)))
+    before |= before["trainer"]
+    wished = wished | wished["trainer"]
     changed = []
-    for name, was, now in pairs:
-        if was != now and name not in WITHOUT_EFFECT:
+    for name in dict.fromkeys((*wished, *sorted(before["trainer"]))):
+        was = before.get(name)
+        now = wished.get(name)
+        if was != now and name not in WITHOUT_EFFECT and name != "trainer":
             changed.append(f"{name}={shown(now)} (was {shown(was)})")
     return changed
 
@@ -704,7 +703,7 @@ def check_goes_on(config: TrainConfig, args: TrainingArguments, changed: list[st
         over = config.max_minutes == 0 and args.num_train_epochs <= (state.epoch or 0)
     # A run of a fixed time may end by the clock before it ends by its steps.
     if config.max_minutes > 0:
-        over = over or TimeBudget.after(config.max_minutes, checkpoint).done >= 1
+        over = over or TimeBudget.after(config.max_minutes, state).done >= 1
     if over:
         raise UserError(
             f"output_dir={config.output_dir!r} is trained already, so {', '.join(changed)} cannot take effect; set "

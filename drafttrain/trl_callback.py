@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PROMPTS = 32  # decoded together
+# Of the trainer's state, which its checkpoints hold: answers so far, by process.
+_ANSWERS = "drafttrain_answers"
 # Fields of GRPOConfig that `generate` has under the same name.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 Prompts = Sequence[str | list[dict[str, str]]]  # as TRL's data sets have them: texts, or messages
@@ -83,7 +85,7 @@ class FollowPolicy(TrainerCallback):
         self.tree = tree or default_tree(follower.drafter)
         self.last: list[Rollout] = []
         self.accepted_length = 0.0
-        self._begun = 0  # answers so far; each samples with a seed of its own
+        self._state = TrainerState()
         self._kwargs: Json | None = None  # the trainer's, of the chat template
 
     # -- rollouts ----------------------------------------------------------------------------------
@@ -106,9 +108,11 @@ class FollowPolicy(TrainerCallback):
         args: Json = vars(trainer.args)
         ids = [self._ids(prompt, args.get("chat_template_kwargs")) for prompt in prompts]
         # Answer i samples with seed + i, and no seed occurs twice in a run.
-        seed = args["seed"] + self._begun * trainer.args.world_size
+        kept: Json = self._state.stateful_callbacks  # type: ignore[assignment]
+        answers = kept.get(_ANSWERS, 0)
+        seed = args["seed"] + answers * trainer.args.world_size
         seed += len(ids) * trainer.args.process_index
-        self._begun += len(ids)
+        kept[_ANSWERS] = answers + len(ids)
         with decoding(self.policy, self.tokenizer) as target:
             made = generate(
                 target,
@@ -122,14 +126,14 @@ class FollowPolicy(TrainerCallback):
                 **{name: args[name] for name in _SAMPLING},
                 **(args.get("generation_kwargs") or {}),
             )
-        answers = [each.tokens for each in made]
-        self._note(ids, answers)
+        texts = [each.tokens for each in made]
+        self._note(ids, texts)
         # Tokens per pass, the bonus token included.
         passes = sum(each.stats.target_passes for each in made)
         # The prompt's pass gives the first token, without a draft.
         drafted = sum(each.stats.new_tokens - 1 for each in made)
         self.accepted_length = drafted / max(passes, 1)
-        return {"prompt_ids": ids, "completion_ids": answers, "logprobs": None}
+        return {"prompt_ids": ids, "completion_ids": texts, "logprobs": None}
 
     def watch(
         self,
@@ -161,7 +165,8 @@ class FollowPolicy(TrainerCallback):
         control: TrainerControl,
         **given: nn.Module,
     ) -> None:
-        """Takes the trainer's policy, which PEFT may have wrapped meanwhile."""
+        """Takes the trainer's policy, which PEFT may have wrapped meanwhile, and its state."""
+        self._state = state
         self.policy = self.follower.policy = given["model"]
         self._kwargs = vars(args).get("chat_template_kwargs")
 

@@ -191,11 +191,10 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:
-    """Gigabytes by part, see `StepMemory`."""
-    return dry_step(
+    """Gigabytes by part, see `StepMemory`, with AdamW's two float32 states per trained weight."""
+    cls: Any = kind_class("eagle3")
+    step = dry_step(
         make_config(args.shape),
-        "eagle3",
-        {"draft_vocab_size": args.words},
         StepSetting(
             rows=args.rows,
             length=args.length,
@@ -204,7 +203,14 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
             autocast=torch.bfloat16 if args.autocast else None,
             checkpointing=args.gradient_checkpointing,
         ),
-    ).json()
+        "kl",
+        lambda target: cls(cls.config_class.for_target(target, draft_vocab_size=args.words)),
+    )
+    parts = {"target": step.target, "drafter": step.drafter, "gradients": step.gradients}
+    parts["optimizer"] = 8 * step.trained
+    parts |= {"features": step.features, "logits": step.logits, "activations": step.activations}
+    parts["total"] = sum(parts.values())
+    return {**{name: size / 1e9 for name, size in parts.items()}, "at": step.at}
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------

@@ -196,11 +196,12 @@ def read_prompts(path: Path, kwargs: Json | None = None) -> tuple[list[str], Row
 
     kwargs: chat_template_kwargs for rows that do not set them.
 
-    Raises UserError: no file, a line that is not a prompt, a repeated id, or no prompts at all.
+    Raises UserError: no file, a line that is not a prompt, a repeated id, one that a part of another
+        prompt's conversation would get, or no prompts at all.
     """
     if not path.is_file():
         raise UserError(f"prompts={str(path)!r}: no such file; make one: drafttrain prompts --help")
-    seen: dict[str, None] = {}  # ids in order
+    seen: dict[str, int] = {}  # turns by id, in order
 
     def places() -> Iterator[tuple[int, int]]:
         # Each line by its place in the file and by its content.
@@ -210,15 +211,22 @@ def read_prompts(path: Path, kwargs: Json | None = None) -> tuple[list[str], Row
                 raise UserError(
                     f'{where}: needs an "id"; drafttrain prompts --source file writes them'
                 )
-            key = Conversation.from_row(row, where).id
-            if key in seen:
-                raise UserError(f"{where}: id={key!r} occurs twice; ids must be unique")
-            seen[key] = None
+            prompt = Conversation.from_row(row, where)
+            if prompt.id in seen:
+                raise UserError(f"{where}: id={prompt.id!r} occurs twice; ids must be unique")
+            seen[prompt.id] = prompt.total_turns
             yield number, start
 
     conversations = RowFile(path, partial(Conversation.from_row, kwargs=kwargs), places())
     if not seen:
         raise UserError(f"prompts={str(path)!r} is empty; make some: drafttrain prompts --help")
+    for key, turns in seen.items():
+        for part in range(turns - 1):
+            if f"{key}/{part}" in seen:
+                raise UserError(
+                    f"prompts={str(path)!r}: id='{key}/{part}' is also that of a part of {key!r}, a conversation of {turns} "
+                    "turns; rename one of them"
+                )
     return list(seen), conversations
 
 

@@ -24,6 +24,8 @@ _OURS = """from drafttrain import generate
 out = generate({target}, "The capital of France is", drafter={drafter}, tree={tree})
 print(out.text, out.stats.accepted_length)"""
 
+_CHAIN = "chain:3"  # where nothing names a tree
+
 
 class Recipe(NamedTuple):
     """How one engine serves a drafter."""

@@ -309,11 +309,6 @@ class Adaptive:
         """
         return int(np.where(which, self._depths * self._budgets, 0).argmax())
 
-    def tokens(self, level: int) -> float:
-        """Estimated tokens that a row commits per round at a level, bonus token included."""
-        self._learn()
-        return 1.0 + float(self._accepted[level])
-
     def seconds(self, rows: int) -> np.ndarray:
         """Estimated seconds of a round of `rows` sequences at each level."""
         passes = self._passes.at(rows * (1 + self._nodes))

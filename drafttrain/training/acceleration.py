@@ -65,7 +65,7 @@ def accelerator_of(args: TrainingArguments, drafter: TrainableDrafter) -> Accele
         non_blocking=options["non_blocking"],
     )
     with one_line("accelerator_config, bf16, fp16, ddp_*"):
-        plugin = GradientAccumulationPlugin(**{**accumulation, "num_steps": 1})
+        plugin = GradientAccumulationPlugin(num_steps=1, **accumulation)
         accelerator = Accelerator(
             mixed_precision=args.mixed_precision,
             deepspeed_plugin=args.deepspeed_plugin,
@@ -89,13 +89,8 @@ def _ddp_options(
     # Activations that backward computes again do not go with a search for unused parameters.
     unused = not (drafter.is_activation_checkpointing or args.activation_checkpointing)
     options: Json = {"find_unused_parameters": unused}
-    given = {
-        "find_unused_parameters": args.ddp_find_unused_parameters,
-        "bucket_cap_mb": args.ddp_bucket_cap_mb,
-        "broadcast_buffers": args.ddp_broadcast_buffers,
-        "static_graph": args.ddp_static_graph,
-    }
-    for name, value in given.items():
+    for name in ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph"):
+        value = vars(args)[f"ddp_{name}"]
         if value is not None:
             options[name] = value
     return DistributedDataParallelKwargs(**options)
@@ -141,8 +136,7 @@ def optimizer_of(
         {"params": without, "weight_decay": 0.0},
     ]
     if args.optim == muon.NAME:
-        vocabulary = (len(drafter.kept_ids), drafter.config.vocab_size)
-        matrices = muon.matrices_of(drafter, vocabulary)
+        matrices = muon.matrices_of(drafter)
         stepped = [parameter for parameter in with_decay if parameter in matrices]
         groups[0]["params"] = [parameter for parameter in with_decay if parameter not in matrices]
         return muon.MuonAndAdamW([{"params": stepped}], groups, args)

@@ -61,7 +61,7 @@ READ = {
     "deepspeed", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
     "ddp_static_graph", "ddp_backend", "ddp_timeout", "parallelism_config",
     # logs, measurements and checkpoints
-    "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter",
+    "logging_strategy", "logging_steps", "logging_first_step",
     "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "per_device_eval_batch_size",
     "save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node",
     "hub_token",
@@ -74,6 +74,7 @@ INSTEAD = {
     "fsdp": "set deepspeed to a file such as configs/deepspeed/zero3.json",
     "greater_is_better": "the checkpoint that decodes held-out prompts best is kept",
     "length_column_name": "rows are sorted by their tokens",
+    "logging_nan_inf_filter": "a loss that is not finite ends the run",
     "load_best_model_at_end": "the checkpoint that decodes held-out prompts best is taken without it",
     "metric_for_best_model": "the checkpoint that decodes held-out prompts best is kept",
     "push_to_hub": "publish the trained drafter with drafttrain push",
@@ -269,9 +270,7 @@ def _check_launch(config: TrainConfig, options: Json) -> None:
 def _check_muon(config: TrainConfig, options: Json) -> None:
     """Raises UserError for what does not go with optim=muon."""
     if _deepspeed_settings(options):
-        raise UserError(
-            "optim='muon' steps whole matrices, which DeepSpeed cuts; name Muon in DeepSpeed's own file, or launch without it"
-        )
+        raise UserError(muon.NOT_CUT)
     for key in ("optim_args", "optim_target_modules"):
         if options.get(key):
             raise UserError(
@@ -320,6 +319,12 @@ def _check_pairs(config: TrainConfig, args: TrainingArguments) -> None:
         "activation_checkpointing_kwargs",
         "lr_scheduler_kwargs",
     )
+    accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}  # type: ignore[union-attr]
+    for name in accumulation.keys() - {"sync_each_batch"}:
+        raise UserError(
+            f"accelerator_config.gradient_accumulation_kwargs.{name}={shown(accumulation[name])} has no effect; set "
+            "gradient_accumulation_steps, and leave it out"
+        )
     for name in names:
         given = getattr(args, name)  # transformers has read JSON text
         if name not in config.trainer or not given:

@@ -10,6 +10,7 @@ The optimizer stays between calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from drafttrain.batch import Batch
 from drafttrain.data.loader import collate
 from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.drafters.registry import kind_class, kind_of, load_trained
+from drafttrain.drafters.registry import drafter_folder, kind_class, kind_of
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.losses import parse_loss
@@ -125,17 +126,20 @@ class ContinuedTraining:
 
 
 def continued(target: Target, name: str) -> TrainableDrafter:
-    """A trained drafter to be trained further for a target, with its loss; see `Drafter.begin`."""
-    kind = kind_class(kind_of(name))
-    loss = load_trained(name).config.loss
-    drafter: TrainableDrafter = kind.begin(target, name, {}, loss)  # type: ignore[assignment]
+    """A trained drafter to be trained further for a target, as it was; see `Drafter.begin`."""
+    kind: Any = kind_class(kind_of(name))
+    folder = drafter_folder(name)
+    saved = kind.saved_config(folder)
+    options = {key: getattr(saved, key) for key in saved.recipe_keys}
+    loss = options.pop("loss")
+    drafter: TrainableDrafter = kind.begin(target, name, options, loss)
     return drafter.to(target.device)  # type: ignore[arg-type]
 
 
 def source_of(
     target: Target,
     drafter: TrainableDrafter,
-    urls: Sequence[str] = (),
+    urls: Sequence[str],
     states_dir: str = "",
 ) -> TargetSource:
     """The target's states for a drafter, from itself or from proven servers of states.

@@ -35,14 +35,13 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PretrainedConfig
 
 from drafttrain.batch import Batch
-from drafttrain.drafters.registry import kind_class
-from drafttrain.files import Json
 from drafttrain.losses import divergence, fused, parse_loss
 from drafttrain.ops import path_attention
 from drafttrain.states.origins import Origin, Row, RowStates
 from drafttrain.states.source import NoTarget, TargetSource
 from drafttrain.target import Target
 from drafttrain.target.parts import build_language_model
+from drafttrain.training.muon import matrices_of
 from drafttrain.training.step import step_inputs
 
 _BLOCK = 512  # bytes; the CUDA allocator's unit
@@ -52,15 +51,6 @@ _INDEXING = (
     _aten.index_put.default,
     _aten.index_put_.default,
     _aten._index_put_impl_.default,
-)
-_PARTS = (  # of `StepMemory`, in bytes
-    "target",
-    "drafter",
-    "gradients",
-    "optimizer",
-    "features",
-    "logits",
-    "activations",
 )
 _ghosts: list[_Ghosts] = []  # of the dry step that runs
 
@@ -76,7 +66,6 @@ class StepMemory:
     target: int  # its weights; of a target without layers, the embedding and the head
     drafter: int
     gradients: int
-    optimizer: int  # AdamW's two float32 states per trained weight
     features: int  # the target's part of the batch
     logits: int  # tensors as wide as a vocabulary
     activations: int  # what else the step holds at its peak
@@ -85,20 +74,12 @@ class StepMemory:
     flops: float  # of the matrix products and attention of the whole step
     state_width: int  # numbers per token that the drafter reads of the target, last state included
     largest: int = 0  # trained weights of the largest module
+    matrices: int = 0  # trained weights that Muon would step
 
     @property
     def working(self) -> int:
         """What the step holds at its peak beyond weights, gradients and optimizer states."""
         return self.features + self.logits + self.activations
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, name) for name in _PARTS)
-
-    def json(self) -> Json:
-        """Gigabytes (10^9 bytes) by part, and their total."""
-        parts = {name: getattr(self, name) / 1e9 for name in _PARTS}
-        return {**parts, "total": self.total / 1e9, "at": self.at}
 
 
 class _Ghost(torch.Tensor):
@@ -313,28 +294,21 @@ class StepSetting:
 
 def dry_step(
     config: PretrainedConfig,
-    kind: str,
-    options: Json,
     setting: StepSetting,
-    loss: str = "kl",
-    build: Callable[[Target], Any] | None = None,
+    loss: str,
+    build: Callable[[Target], Any],
 ) -> StepMemory:
     """The memory of one training step.
 
     Args:
-        config: the target's. kind, options: the drafter's, as a recipe's `kind` and `drafter`.
-        build: makes the drafter of the target, on the meta device; default: a new one of this kind
-            and options.
+        config: the target's.
+        build: makes the drafter of the target, on the meta device.
     """
     with torch.device("meta"):
         model = build_language_model(config, dtype=setting.target_dtype)
         model.eval().requires_grad_(False)
         target = Target.wrap(model, None, name=config.model_type, dtype=setting.target_dtype)
-        if build is None:
-            cls: Any = kind_class(kind)
-            drafter = cls(cls.config_class.for_target(target, loss=loss, **options))
-        else:
-            drafter = build(target)
+        drafter = build(target)
         drafter.to(setting.drafter_dtype).train(setting.trains)
 
     with _prepared(setting.gpu) as ghosts:
@@ -390,6 +364,7 @@ def dry_step(
 
         gradients = sum(x.grad.nbytes for x in trained if x.grad is not None)
         count = sum(x.numel() for x in trained)
+        matrices = matrices_of(drafter)
         beyond = max(0, ghosts.peak - held - gradients)
         logits = min(ghosts.logits_at_peak, beyond)
         read = min(read, beyond - logits)
@@ -397,7 +372,6 @@ def dry_step(
             target=weights,
             drafter=own,
             gradients=gradients,
-            optimizer=8 * count,
             features=read,
             logits=logits,
             activations=beyond - logits - read,
@@ -406,6 +380,7 @@ def dry_step(
             flops=ghosts.flops,
             state_width=(len(drafter.feature_layers) + 1) * target.hidden_size,
             largest=_largest_module(drafter),
+            matrices=sum(x.numel() for x in matrices),
         )
 
 

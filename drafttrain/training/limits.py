@@ -42,15 +42,11 @@ class TimeBudget:
         self.used = used
 
     @staticmethod
-    def after(minutes: float, checkpoint: str | None) -> TimeBudget:
-        """The budget that a checkpoint has left; all of it without a checkpoint."""
-        budget = TimeBudget(minutes)
-        if checkpoint is not None:
-            state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
-            saved: Json = state.stateful_callbacks or {}  # type: ignore[assignment]
-            kept = saved.get("TimeBudget", {})
-            budget.used = kept.get("attributes", {}).get("used", 0.0)
-        return budget
+    def after(minutes: float, state: TrainerState) -> TimeBudget:
+        """The budget that a checkpoint's state has left."""
+        saved: Json = state.stateful_callbacks or {}  # type: ignore[assignment]
+        kept = saved.get("TimeBudget", {})
+        return TimeBudget(minutes, kept.get("attributes", {}).get("used", 0.0))
 
     @property
     def done(self) -> float:

@@ -226,11 +226,13 @@ class Logs:
         self.write(figures)
         self.tell("on_evaluate", metrics=figures)
 
-    def end(self, rows: float) -> None:
-        """Notes the time and the mean loss of the whole run. rows: of its whole schedule."""
+    def end(self) -> None:
+        """Notes the time and the mean loss of the whole run."""
+        args = self.args
         done = self.state.global_step - self.begun
-        share = done / max(self.state.max_steps, 1)
-        figures = speed_metrics("train", self.start, num_samples=rows * share, num_steps=done)
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        rows = done * rows // self.step.sharing
+        figures = speed_metrics("train", self.start, num_samples=rows, num_steps=done)
         self.add_tokens()
         figures["total_flos"] = self.state.total_flos
         if done:

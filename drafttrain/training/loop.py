@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
@@ -30,7 +29,11 @@ from drafttrain.files import Json
 from drafttrain.states.ahead import Inputs
 from drafttrain.training.acceleration import OneProcess, is_deepspeed
 from drafttrain.training.limits import SaveOnTerm
-from drafttrain.training.order import announced_batches, announced_steps, held_out_loader
+from drafttrain.training.order import (
+    announced_batches,
+    announced_steps,
+    held_out_loader,
+)
 from drafttrain.training.run import Training
 
 B = TypeVar("B")  # a micro-batch
@@ -166,7 +169,7 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
             _report(training, control, taken.norm, rate)
         if control.should_training_stop:
             break
-    logs.end(training.scheduled_rows())
+    logs.end()
     training.checkpoints.rotate(ended=not stop.received)
 
 
@@ -228,17 +231,24 @@ def evaluate(training: Training) -> dict[str, float]:
     start = time.time()
     run.drafter.eval()
     training.optimizer.eval()  # type: ignore[attr-defined]
-    losses = []
+    measured = torch.zeros(2, device=args.device)  # sum of losses by row; rows
     with run.source.measuring():
         loader = held_out_loader(rows, args, training.accelerator, run.sequence)
-        for inputs in announced_batches(loader, run.source):
-            loss = training.step.compute_loss(run.drafter, inputs)
-            # A value per row; rows that fill up the last batch are left out.
-            by_row = loss.repeat(args.eval_batch_size)
-            losses.append(training.accelerator.gather_for_metrics(by_row).cpu())
+        size = loader.total_batch_size // args.world_size  # type: ignore[attr-defined]
+        for number, inputs in enumerate(announced_batches(loader, run.source)):
+            # Groups of processes take successive batches in turn. Rows that fill up the last batches
+            # were measured in the first ones.
+            turn = (number * args.world_size + args.process_index) // training.step.sharing
+            new = min(max(len(rows) - turn * size, 0), size)
+            if new < len(inputs["input_ids"]):
+                inputs = {name: value[: max(new, 1)] for name, value in inputs.items()}
+            loss = training.step.compute_loss(run.drafter, inputs, repeated=new == 0)
+            measured[0] += loss * new
+            measured[1] += new
+    total, count = training.accelerator.reduce(measured).tolist()
     figures: dict[str, float] = {}
-    if losses:  # dataloader_drop_last may leave none
-        figures["eval_loss"] = np.mean(torch.cat(losses).float().numpy()).item()
+    if count:  # dataloader_drop_last may leave none
+        figures["eval_loss"] = total / count
     for name, value in training.step.take_metrics("eval").items():
         figures[f"eval_{name}"] = value
     training.logs.write_held_out(figures, start, len(rows))

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import TrainingArguments
 
+from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.files import Json
 
 NAME = "muon"  # value of a recipe's `optim`
+NOT_CUT = "optim='muon' steps whole matrices, which DeepSpeed cuts; name Muon in DeepSpeed's own file, or launch without it"
 
 
 class MuonAndAdamW(Optimizer):
@@ -75,15 +77,12 @@ class MuonAndAdamW(Optimizer):
         return loss
 
 
-def matrices_of(model: nn.Module, words: tuple[int, ...]) -> set[Tensor]:
-    """The trained weights of linear layers, but for heads, whose outputs are a vocabulary.
-
-    Args:
-        words: sizes of vocabularies.
-    """
+def matrices_of(drafter: TrainableDrafter) -> set[Tensor]:
+    """The trained weights of linear layers, but for heads, whose outputs are a vocabulary."""
+    words = (len(drafter.kept_ids), drafter.config.vocab_size)
     found = set()
     # Embeddings are no linear layers.
-    for module in model.modules():
+    for module in drafter.modules():
         if not isinstance(module, nn.Linear) or module.out_features in words:
             continue
         if module.weight.requires_grad:

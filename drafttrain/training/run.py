@@ -157,11 +157,3 @@ class Training:
             state.num_train_epochs = math.ceil(steps / self.order.steps_per_epoch)
         state.is_local_process_zero = args.local_process_index == 0
         state.is_world_process_zero = args.process_index == 0
-
-    def scheduled_rows(self) -> float:
-        """Rows of the whole schedule, over all processes."""
-        args = self.args
-        if args.max_steps <= 0:
-            return len(self.run.train_rows) * args.num_train_epochs
-        step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return args.max_steps * step

@@ -123,12 +123,14 @@ class TrainingStep:
         model: nn.Module,
         inputs: dict[str, Tensor],
         count: Tensor | None = None,
+        repeated: bool = False,
     ) -> Tensor:
         """The loss of one micro-batch, its gradient attached.
 
         Args:
             inputs: a collated batch on the model's device.
             count: anchors of the whole optimizer step; None in evaluation.
+            repeated: other batches hold these rows too, so that metrics leave them out.
         """
         batch = Batch.of(inputs)  # input_ids [b, s], response_mask [b, s]
         read = batch.input_ids
@@ -154,6 +156,8 @@ class TrainingStep:
             self.anchors += int(anchors)
         sums = self.sums[phase]
         for name, value in step.metrics.items():  # [depths] sums over this batch's anchors
+            if repeated:
+                value = torch.zeros_like(value)
             sums[name] = sums.get(name, 0) + value.detach()
 
         if model.training and count is not None:

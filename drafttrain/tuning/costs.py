@@ -25,6 +25,8 @@ from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, read_json
 from drafttrain.target import resolve_target
 
+# Layers that keep no keys, also by their former names.
+_WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mamba", "recurrent")
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ENGINE_SEQUENCES = 256  # most that an engine generates at a time
 _ENGINE_SHARE = 0.9  # of a GPU's memory that an engine fills
@@ -172,18 +174,13 @@ def model_sizes(model: PreTrainedModel, config: PretrainedConfig) -> Sizes:
         return getattr(text, name, None)
 
     layers = read("num_hidden_layers")
-    heads = read("num_attention_heads")
-    size = read("head_dim")
-    if not size:
-        size = read("hidden_size") // heads
-    # Layers of linear attention keep no keys.
+    heads = read("num_attention_heads") or 0  # none in state space models
+    size = read("head_dim") or read("hidden_size") // max(heads, 1)
     attending = layers
     types = read("layer_types")
     if types:
-        attending = sum("attention" in kind and "linear" not in kind for kind in types)
-    kv_heads = read("num_key_value_heads")
-    if not kv_heads:
-        kv_heads = heads
+        attending = sum(kind not in _WITHOUT_KEYS for kind in types)
+    kv_heads = read("num_key_value_heads") or heads
     per_layer = 2 * kv_heads * size
     rank = read("kv_lora_rank")
     if rank:  # latent attention caches one compressed vector, and a rotated part

@@ -22,8 +22,9 @@ from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results
 from drafttrain.evaluation.verdicts import crossover
-from drafttrain.files import Json, open_tensors, write_json
+from drafttrain.files import Json, write_json
 from drafttrain.folders import inputs_of, output_file
+from drafttrain.formats.weights import file_shapes
 from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.tuning.costs import Device, Sizes, model_sizes
@@ -48,15 +49,11 @@ def drafter_params(folder: Path) -> float:
     Raises:
         UserError: a folder without safetensors files.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"drafter={str(folder)!r} holds no safetensors file; give --drafter-params")
-    count = 0.0
-    for file in files:
-        with open_tensors(file, "drafter", "give --drafter-params") as weights:
-            for name in weights.keys():  # noqa: SIM118
-                count += math.prod(weights.get_slice(name).get_shape())
-    return count
+    try:
+        shapes = file_shapes(folder)
+    except UserError as error:
+        raise UserError(f"{error}; or give --drafter-params") from error
+    return sum(map(math.prod, shapes.values()))
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,12 @@ from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.recipes import recipe_path
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target.devices import resolve_dtype
+from drafttrain.training import muon
 from drafttrain.training.arguments import KEYS, check_recipe
 from drafttrain.tuning.costs import Device, EngineRates, Sizes, model_sizes
 from drafttrain.tuning.hardware import DEVICES
 from drafttrain.tuning.job import Job
-from drafttrain.tuning.plan_memory import Memory, Setting, States, buckets_of
+from drafttrain.tuning.plan_memory import Memory, Setting, States, buckets_of, optimizer_states
 from drafttrain.tuning.plan_recipe import (
     deepspeed_of,
     drafter_of,
@@ -141,6 +142,8 @@ class _Planner:
         shared: _Planner | None = None,
     ):
         """Args: shared: a plan of the same target and drafter, whose shapes are taken."""
+        if shared is not None:
+            vars(self).update(vars(shared))
         self.recipe = recipe
         self.overrides = overrides
         self.job = job
@@ -158,13 +161,6 @@ class _Planner:
 
         if shared is None:
             self._read_shapes()
-        else:
-            self.target = shared.target
-            self.sizes = shared.sizes
-            self.weights = shared.weights
-            self.vision = shared.vision
-            self.width = shared.width
-            self.memory = shared.memory
 
         bandwidth, tflops, memory = DEVICES[name]
         self.device = Device(
@@ -200,7 +196,7 @@ class _Planner:
         build, note = drafter_of(self.config, self.recipe, self.overrides, job.init_config)
         if note:
             self.notes.append(note)
-        self.memory = Memory(self.target, self.config.kind, self.config.loss, build)
+        self.memory = Memory(self.target, self.config.loss, build)
 
     # -- the recipe and its data -------------------------------------------------------------------
 
@@ -272,6 +268,9 @@ class _Planner:
         shards = 1
         if spread:
             shards = max(self.gpus // processes, 1)
+        orthogonal = trainer.get("optim") == muon.NAME
+        if orthogonal and launch.deepspeed:
+            raise UserError(muon.NOT_CUT)
         if any("offload" in key for key in launch.zero):
             self.notes.append(
                 "what DeepSpeed offloads to the host is counted as if it stayed on the GPU"
@@ -302,6 +301,7 @@ class _Planner:
         if states == "none":
             prompt = 0
         recomputes = gpu and states == "online" and issubclass(self.kind, DecoderDrafter)
+        older = value_of(trainer, "gradient_checkpointing", recomputes)  # its former name
         return Setting(
             rows=trainer["per_device_train_batch_size"],
             length=config.max_length,
@@ -310,7 +310,7 @@ class _Planner:
             gpu=gpu,
             target_dtype=dtype,
             half=half,
-            checkpointing=bool(trainer.get("gradient_checkpointing", recomputes)),
+            checkpointing=bool(value_of(trainer, "activation_checkpointing", older)),
             states=states,
             loaded=loaded,
             shards=shards,
@@ -319,6 +319,7 @@ class _Planner:
             buckets=buckets_of(launch.deepspeed),
             accumulates=trainer["gradient_accumulation_steps"] > 1,
             state_bytes=_STATE_BYTES.get(str(trainer.get("optim", "")), 8),
+            muon=orthogonal,
             vision=self.vision
             * dtype.itemsize
             * bool(self.job.image_tokens and states == "online"),
@@ -417,10 +418,11 @@ class _Planner:
             values = value_bytes(self.job.store_dtype, text.hidden_size)
             parts["states"] = 1.01 * values * self.step.state_width * tokens
 
-        # Weights and two states in float32; DeepSpeed adds the weights in 16 bits.
-        width = 14.0 if setting.stage else 12.0
+        # Weights in float32 and the optimizer's states; DeepSpeed adds the weights in 16 bits.
+        width = 6.0 if setting.stage else 4.0
+        size = width * trained + optimizer_states(setting, self.step)
         kept = (self.trainer["save_total_limit"] or 10) + 1  # and the one that is being written
-        parts["checkpoints"] = kept * width * trained
+        parts["checkpoints"] = kept * size
         parts["drafter"] = 4.0 * trained
         return {name: size for name, size in parts.items() if size}
 
@@ -534,7 +536,7 @@ class _Planner:
         groups: list[list[tuple[str, Json]]] = []
         if issubclass(self.kind, DecoderDrafter):
             groups.append([("gradient_checkpointing=true", {})])
-        if setting.processes > 1:
+        if setting.processes > 1 and not setting.muon:
             groups.append([("", {"deepspeed": "2"})])
         if setting.eval_rows > 1:
             groups.append([("per_device_eval_batch_size=1", {})])
@@ -565,6 +567,8 @@ class _Planner:
                 yield _Change(text, now)
 
     def _more_gpus(self) -> Iterator[_Change]:
+        if self.setting.muon:  # each GPU would hold all of it
+            return
         deepspeed = self.job.deepspeed
         if self.setting.stage <= 1:
             deepspeed = "2"
@@ -713,10 +717,9 @@ def print_plan(found: Plan) -> None:
     console.print(f"parameters: {shapes}")
 
     # Tables of memory, disk and time.
-    parts = [[name, f"{size:.2f}"] for name, size in found.memory_gb.items()]
-    console.print(table_of(["memory of a process", "GB"], parts, right=True))
-    parts = [[name, f"{size:.2f}"] for name, size in found.disk_gb.items()]
-    console.print(table_of(["disk", "GB"], parts, right=True))
+    for place, sizes in (("memory of a process", found.memory_gb), ("disk", found.disk_gb)):
+        parts = [[name, f"{size:.2f}"] for name, size in sizes.items()]
+        console.print(table_of([place, "GB"], parts, right=True))
     rows = []
     for name, hours in found.hours.items():
         rate = ""

@@ -55,6 +55,7 @@ class Setting:
     buckets: int = _BUCKET  # elements of DeepSpeed's reduction buffers
     accumulates: bool = False  # an optimizer step has several micro-batches
     state_bytes: int = 8  # of the optimizer, per trained weight
+    muon: bool = False  # which has one state of a matrix in place of two
     kept: float = 0.0  # most bytes of states that a CPU's process keeps between epochs
     ahead: float = 0.0  # most bytes of states that it reads ahead of their steps
     vision: float = 0.0  # bytes of the target's vision part, if it runs in the process
@@ -86,24 +87,22 @@ class Memory:
     """The memory of a drafter's training by setting; every dry step runs once.
 
     Args:
-        config: the target's. kind, loss: of the recipe. build: makes the drafter, see `dry_step`.
+        config: the target's. loss: of the recipe. build: makes the drafter, see `dry_step`.
     """
 
     def __init__(
         self,
         config: PretrainedConfig,
-        kind: str,
         loss: str,
         build: Callable[[Target], TrainableDrafter],
     ):
         self.config = config
-        self.kind = kind
         self.loss = loss
         self.build = build
         self._run = functools.cache(self._dry_step)
 
     def _dry_step(self, setting: StepSetting) -> StepMemory:
-        return dry_step(self.config, self.kind, {}, setting, self.loss, self.build)
+        return dry_step(self.config, setting, self.loss, self.build)
 
     def step(self, setting: Setting, trains: bool = True) -> StepMemory:
         """A step of this setting, extrapolated where its batch is large."""
@@ -173,7 +172,7 @@ class Memory:
             parts["vision part"] = setting.vision / setting.shards
         if not setting.stage:
             parts["gradients"] = step.gradients
-            parts["optimizer"] = float(setting.state_bytes * trained)
+            parts["optimizer"] = float(optimizer_states(setting, step))
             if n > 1:  # DistributedDataParallel's buckets
                 parts["gradient buckets"] = float(step.gradients)
             return parts
@@ -189,7 +188,7 @@ class Memory:
             parts["drafter"] = step.drafter / n + setting.width * gathered
         parts["gradients"] = gradients
         # With the float32 copy of the weights.
-        parts["optimizer"] = (4 + setting.state_bytes) * trained / n
+        parts["optimizer"] = (4 * trained + optimizer_states(setting, step)) / n
         parts["gradient buckets"] = float(setting.width * buckets)
         return parts
 
@@ -231,6 +230,14 @@ class Memory:
 
         sizes = range(unit, highest + 1, unit)
         return bisect.bisect_left(sizes, True, key=exceeds) * unit
+
+
+def optimizer_states(setting: Setting, step: StepMemory) -> int:
+    """Bytes of the optimizer's states of all trained weights."""
+    states = setting.state_bytes * step.trained
+    if setting.muon:
+        states -= 4 * step.matrices
+    return states
 
 
 def _step_setting(setting: Setting, trains: bool) -> StepSetting:

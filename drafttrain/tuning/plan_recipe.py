@@ -19,6 +19,7 @@ from drafttrain.files import Json, read_json, read_text, value_of
 from drafttrain.target import Target
 from drafttrain.target.loading import check_sizes, known_config, loading, text_part
 from drafttrain.target.parts import Parts, build_language_model, image_class
+from drafttrain.training import muon
 from drafttrain.tuning.costs import target_config
 
 # Bits per weight with its scales, by quantization_config's quant_method; others name their bits.
@@ -169,14 +170,15 @@ def deepspeed_of(given: str, trainer: Json, gpus: int) -> LaunchSettings:
     Args:
         given: a ZeRO stage, which stands for its file in configs/deepspeed, a DeepSpeed JSON or an
             accelerate YAML; empty: the recipe's `deepspeed`, else ZeRO-2 on several GPUs, as
-            configs/accelerate/gpu-8.yaml has it.
+            configs/accelerate/gpu-8.yaml has it, but not for Muon.
 
     Raises:
         UserError: a file that cannot be read.
     """
     found: object = given or trainer.get("deepspeed")
     if not found:
-        found = "2" if gpus > 1 else "0"
+        cuts = gpus > 1 and trainer.get("optim") != muon.NAME
+        found = "2" if cuts else "0"
     processes = 0
     if isinstance(found, str) and found.endswith((".yaml", ".yml")):
         where = f"deepspeed={found!r}"

@@ -85,9 +85,7 @@ class _Recorded:
         # The rank of a node is its place in the order by score.
         order = np.argsort(-np.array(self.scores), kind="stable")
         self.ranks: list[int] = np.argsort(order).tolist()
-        self._child: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-        for node, parent in enumerate(self.parents):
-            self._child[parent, self.tokens[node]] = node
+        self._child = tree.places()
         self._merged: dict[tuple[int, float, bool], tuple[_Recorded, int]] = {}
 
     def path(self, tokens: Sequence[int]) -> list[int]:
@@ -449,7 +447,8 @@ class CostModel:
         """The mean of two measurements of the same parts."""
 
         def means(one: dict[Part, float], two: dict[Part, float]) -> dict[Part, float]:
-            return {part: (seconds + two[part]) / 2 for part, seconds in one.items()}
+            # A size may be missing in one: near the token limit trees are cut.
+            return {part: (one[part] + two[part]) / 2 for part in one if part in two}
 
         return CostModel(
             verify=means(self.verify, other.verify),

@@ -16,7 +16,6 @@ from drafttrain.evaluation import runner
 from drafttrain.evaluation.baselines import NGRAM
 from drafttrain.evaluation.metrics import fingerprint, folder_state
 from drafttrain.evaluation.results_schema import Results
-from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Suite, load_suite
 from drafttrain.evaluation.verdicts import crossovers, verdict_of
 from drafttrain.files import Json, read_json, write_json
@@ -82,7 +81,14 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
     axes = parse_axes(args)
     every = []
     for cell in cells(axes, args.grid):
-        every.append((cell, cell_settings(args, cell, folder)))
+        settings = settings_of(
+            args,
+            tree=cell["tree"],
+            batch_size=cell["batch_size"],
+            sampling=SamplingParams(temperature=cell["temperature"]),
+            output=folder / f"{fingerprint(cell)}.json",
+        )
+        every.append((cell, settings))
     suite = load_suite(args.suite, args.chat_template_kwargs)
     target: Target | None = None
     drafter: Drafter | None = None
@@ -177,17 +183,6 @@ def describe(cell: Json) -> str:
     return ", ".join(f"{name} {value}" for name, value in cell.items() if value is not None)
 
 
-def cell_settings(args: argparse.Namespace, cell: Json, folder: Path) -> EvalSettings:
-    """The evaluation settings of one cell. Raises UserError for a value out of range."""
-    return settings_of(
-        args,
-        tree=cell["tree"],
-        batch_size=cell["batch_size"],
-        sampling=SamplingParams(temperature=cell["temperature"]),
-        output=folder / f"{fingerprint(cell)}.json",
-    )
-
-
 def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:
     """Hash of everything that a finished cell depends on."""
     settings: Json = {}
@@ -199,6 +194,10 @@ def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:
     settings |= cell
     settings["suite"] = suite.digest
     settings["files"] = folder_state(split_name(args.drafter)[0])
+    # Cells of a target on the Hub that earlier versions measured stay finished.
+    files = folder_state(args.target)
+    if files:
+        settings["target_files"] = files
     return fingerprint(settings)
 
 

@@ -29,7 +29,8 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from drafttrain.data.chat import ChatInputs, prompt_ids
-from drafttrain.data.row_formats import parse_row
+from drafttrain.data.image_parts import sources_in
+from drafttrain.data.row_formats import parse_row, prompt_texts
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.combined import parts_of
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -49,6 +50,7 @@ from drafttrain.evaluation.verdicts import OPEN, PAYS, judge
 from drafttrain.files import Json, read_jsonl, write_json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import beside, inputs_of, output_file
+from drafttrain.images import BadPicture
 from drafttrain.inference import Decoder, SamplingParams, token_limit
 from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.progress import Progress
@@ -129,7 +131,7 @@ def calibration_prompts(
         tokens: new tokens that must fit into the target's context after a prompt.
 
     Raises:
-        UserError: a file that is missing, malformed, or has no usable row.
+        UserError: a file that is missing or malformed, or no usable row.
     """
     rows: list[Json] = [{"text": text} for text in PROMPTS]
     if file:
@@ -140,20 +142,21 @@ def calibration_prompts(
 
     prompts: list[list[int]] = []
     for row in rows:
-        prompt = parse_row(row) or {}
+        prompt: Json = {}
+        with contextlib.suppress(BadPicture):  # images are not read here
+            prompt = parse_row(row) or prompt
         messages = _messages(row, prompt)
-        if not messages:
+        texts = prompt_texts({"messages": messages})
+        if sources_in(messages) or not texts or not set(texts).isdisjoint(exclude):
             continue
         ids = prompt_ids(target.tokenizer, messages, ChatInputs.of(prompt, kwargs))
-        if any(message["content"] in exclude for message in messages):
-            continue
         with contextlib.suppress(UserError):  # the target's context is too short for the prompt
             if token_limit(target, len(ids), tokens) == tokens:
                 prompts.append(ids)
-    if file and not prompts:
+    if not prompts:
         raise UserError(
-            f"calibrate={file!r} has no usable row: "
-            "each needs messages, turns or text not in the suite"
+            f"calibrate={file or 'built-in prompts'!r} has no usable row: each needs messages, turns or text, without "
+            f"images and not in the suite, with room for {tokens} tokens in the target's context"
         )
     return prompts[:count]
 
@@ -351,7 +354,8 @@ def search_tree(
         prompts: token ids; not from the suite that will be measured.
 
     Raises:
-        UserError: a drafter that learns from passes, which a replay does not make.
+        UserError: a drafter that learns from passes, which a replay does not make, or answers of
+            one token each.
     """
     if drafter.probes or drafter.predictions:
         reason = "learns from its own rounds, so trees cannot be predicted"
@@ -372,6 +376,11 @@ def ranking(
     """What is predicted of each tree, the fastest first; of about equal ones the simplest."""
     predictions = [predict(spec, tracks, costs) for spec in specs]
     top = max(each.tokens_per_second for each in predictions)
+    if not top:
+        raise UserError(
+            "the target ends its answers to all prompts at once, which tells nothing about trees; give other prompts: "
+            "--calibrate FILE"
+        )
 
     def order(each: Prediction) -> tuple[float, ...]:
         behind = math.log(top / max(each.tokens_per_second, 1e-9)) / math.log(SAME)
@@ -425,10 +434,8 @@ class Timings:
 
     def request_ratio(self, side: int, over: int) -> Ratio:
         """The same of whole requests."""
-        return paired_ratio(
-            [self.tokens[side] + 1, self.requests[over]],
-            [self.requests[side], self.tokens[over] + 1],
-        )
+        whole = replace(self, tokens=self.tokens + 1, seconds=self.requests)
+        return whole.ratio(side, over)
 
     def faster(self, side: int, over: int) -> bool:
         """Whether a side is faster than another beyond noise."""

@@ -342,6 +342,11 @@ def test_tables_and_arrays_are_refused_with_the_fix(
             '{"id": "a", "text": "b"}\n\n{"id": "a", "text": "c"}\n',
             r"prompts.jsonl line 3: id='a' occurs twice",
         ),
+        (
+            '{"id": "a/0", "text": "b"}\n{"id": "a", "messages": [{"role": "user", "content": "b"}, '
+            '{"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]}\n',
+            r"id='a/0' is also that of a part of 'a', a conversation of 2 turns; rename one",
+        ),
     ],
 )
 def test_bad_prompts(target_dir, tmp_path, capsys, lines, message):

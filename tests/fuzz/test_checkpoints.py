@@ -48,7 +48,7 @@ def find(run: Path) -> str | None:
     if found is not None:  # what transformers then reads
         state = TrainerState.load_from_json(f"{found}/trainer_state.json")
         assert state.global_step == int(found.rpartition("-")[2])
-        TimeBudget.after(1.0, found)
+        TimeBudget.after(1.0, state)
         for name in ("optimizer.pt", "scheduler.pt"):
             torch.load(Path(found, name), weights_only=True)
     return found

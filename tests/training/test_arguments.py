@@ -39,6 +39,7 @@ def config(tmp_path, **keys: object) -> TrainConfig:
         ("use_liger_kernel", True, "leave the key out"),
         ("load_best_model_at_end", True, "the checkpoint that decodes held-out prompts best"),
         ("disable_tqdm", False, "drafttrain prints a line per log"),
+        ("logging_nan_inf_filter", False, "a loss that is not finite ends the run"),
         ("optim", "galore_adamw_layerwise", "choose another value"),
         ("optim", "lomo", "choose another value"),
         ("lr_scheduler_type", "reduce_lr_on_plateau", "choose another value"),
@@ -66,6 +67,10 @@ def test_what_only_the_trainer_reads_is_refused(tmp_path, key, value, fix):
             "dataloader_multiprocessing_context='thread' is not one of fork",
         ),
         ({"log_level": "loud"}, "log_level='loud' is not one of detail, debug"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}},
+            "gradient_accumulation_kwargs.num_steps=4 has no effect; set gradient_accumulation_steps",
+        ),
     ],
 )
 def test_values_that_fail_later_are_refused_first(tmp_path, keys, said):

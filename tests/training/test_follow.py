@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from drafttrain import Follower, follow
+from drafttrain.drafters.draft_model.model import language_models
 from drafttrain.drafters.registry import load_trained
 from drafttrain.drafters.shipping import find_drafter
 from drafttrain.errors import UserError
@@ -17,7 +18,9 @@ from drafttrain.export.export_drafter import export
 from drafttrain.formats.weights import read_weights
 from drafttrain.inference import generate_batch
 from drafttrain.target import Target
+from drafttrain.training.continued import continued
 from tests.conftest import make_target, make_tokenizer
+from tests.drafters.draft_models import make_drafter as make_draft_model
 
 PROMPTS = [[5, 6, 7 + number, 8] for number in range(12)]
 
@@ -140,6 +143,21 @@ def test_answers_without_a_prompt_train_and_judge(head_folder):
     rollouts = [(tokens, 0) for tokens, _ in rollouts_of(policy)]
     assert follower.follow(rollouts).ratio is None
     assert follower.follow(rollouts).ratio.value == pytest.approx(1, abs=0.2)
+
+
+def test_a_drafter_goes_on_as_it_was_and_is_read_once(tmp_path, monkeypatch):
+    target = make_target()
+    drafter = make_draft_model(target, loss="js:0.5")
+    drafter.config.vocabulary_match = "text"
+    drafter.save_pretrained(tmp_path / "drafter")
+    read = []
+    load = language_models.from_checkpoint
+    monkeypatch.setattr(
+        language_models, "from_checkpoint", lambda name: read.append(name) or load(name)
+    )
+    made = continued(target, str(tmp_path / "drafter"))
+    assert (made.config.loss, made.config.vocabulary_match) == ("js:0.5", "text")
+    assert len(read) == 1
 
 
 def test_the_tensors_are_those_of_the_export(head_folder, tmp_path):

@@ -76,3 +76,15 @@ def test_a_step_that_is_long_for_its_budget_is_named(capsys, seconds, warned):
     said = capsys.readouterr().out
     assert said.count("note: this step took 198 s, 220 % of max_minutes=1.5") == warned
     assert warned == bool(said)
+
+
+def test_samples_are_those_of_the_steps_taken():
+    """Also where the time ends a run whose schedule has no end."""
+    made = logs(TimeBudget(1.0))
+    vars(made.args).update(train_batch_size=8, gradient_accumulation_steps=2, world_size=3)
+    made.step.sharing = 1
+    made.accelerator = SimpleNamespace(gather=lambda value: value, num_processes=1)
+    made.state.global_step = made.state.max_steps = 5
+    made.start -= 24 * 60
+    made.end()
+    assert made.state.log_history[-1]["train_samples_per_second"] == pytest.approx(1 / 6, abs=1e-2)

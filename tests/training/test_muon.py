@@ -12,6 +12,7 @@ from drafttrain.config import TrainConfig
 from drafttrain.errors import UserError
 from drafttrain.training.acceleration import optimizer_of
 from drafttrain.training.arguments import training_arguments
+from drafttrain.tuning.plan_memory import Memory, Setting
 from tests.drafters.helpers import make_drafter
 
 RATE = 0.02
@@ -38,6 +39,31 @@ def trained(target, tmp_path, **keys):
         if parameter.requires_grad:
             parameter.grad = torch.randn(parameter.shape, generator=generator)
     return drafter, optimizer
+
+
+def test_a_plan_counts_the_states_that_training_holds(target, tmp_path):
+    _, optimizer = trained(target, tmp_path, optim="muon")
+    optimizer.step()
+    held = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    )
+    memory = Memory(target.model.config, "kl", make_drafter)
+    setting = Setting(
+        rows=2,
+        length=16,
+        eval_rows=0,
+        prompt=2,
+        gpu=False,
+        target_dtype=torch.float32,
+        half=False,
+        checkpointing=False,
+        states="online",
+        muon=True,
+    )
+    assert memory.parts(setting)["optimizer"] == held
 
 
 def test_matrices_are_stepped_alike_in_all_directions_and_other_weights_as_by_adamw(

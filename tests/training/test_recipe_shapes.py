@@ -22,6 +22,7 @@ from drafttrain.target.own_layer import OwnLayer, spec_of
 from drafttrain.target.parts import build_language_model
 from drafttrain.training.arguments import KEYS
 from drafttrain.training.dry_step import StepSetting, dry_step
+from tests.training.test_dry_step import new_drafter
 
 # Weights of the text model, without images and prediction modules: model cards and technical reports; Gemma 3 as Keras counts it.
 PUBLISHED = {
@@ -185,6 +186,7 @@ def test_a_step_with_the_target_online_fits_one_gpu(name):
     shapes = config_of(recipe_path(name).parent / "target.json")
     rows = config.trainer["per_device_train_batch_size"]
     setting = StepSetting(rows=rows, length=config.max_length, checkpointing=True)
-    step = dry_step(shapes, config.kind, config.drafter, setting)
+    step = dry_step(shapes, setting, "kl", new_drafter(config.kind, **config.drafter))
     # The optimizer's step may hold more than backward: then activations add nothing.
-    assert 0 < step.target < step.total < 78e9
+    held = step.target + step.drafter + step.gradients + 8 * step.trained
+    assert 0 < step.target < held + step.working < 78e9

@@ -23,6 +23,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from drafttrain.cli import main
+from drafttrain.training.checkpoint import load_state
 from drafttrain.training.limits import TimeBudget
 from drafttrain.training.order import ByLength
 from drafttrain.training.step import MEASURE_EVERY, TrainingStep
@@ -242,8 +243,8 @@ def test_a_time_budget_is_what_a_checkpoint_left_of_it(tmp_path):
     TrainerState(stateful_callbacks={"TimeBudget": budget.state()}).save_to_json(
         str(tmp_path / "trainer_state.json")
     )
-    assert TimeBudget.after(2.0, None).used == 0.0
-    resumed = TimeBudget.after(3.0, str(tmp_path))
+    assert TimeBudget.after(2.0, load_state(None)).used == 0.0
+    resumed = TimeBudget.after(3.0, load_state(str(tmp_path)))
     assert (resumed.minutes, resumed.used) == (3.0, 100.0)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
+from datasets import Dataset
 
 from drafttrain.batch import anchors_by_depth
 from drafttrain.config import TrainConfig
@@ -16,11 +19,13 @@ from drafttrain.sequence_parallel import SharedBatches
 from drafttrain.states.origins import Stored
 from drafttrain.states.source import TargetSource
 from drafttrain.training.arguments import sequence_group
+from drafttrain.training.loop import evaluate
+from drafttrain.training.step import TrainingStep
 from tests.conftest import make_target
 from tests.drafters.draft_models import make_drafter as make_draft_model
 from tests.drafters.helpers import make_batch, packed_batch
 from tests.drafters.layer_kinds import make_kind
-from tests.training.shared_rows import shared_steps, step
+from tests.training.shared_rows import Board, ThreadGroup, shared_steps, step
 
 KINDS: dict[str, dict] = {
     "eagle3": {"num_hidden_layers": 2, "sliding_window": 9, "ttt_steps": 3, "depth_share": 0.6},
@@ -152,6 +157,62 @@ def test_all_processes_of_a_group_read_each_batch():
         turns[2::4] == turns[3::4] == [[2, 3], [6, 7], [0, 1]]
     )  # the last round is filled from the beginning
     assert len(SharedBatches(order, 2, 4, 2)) == len(read)  # type: ignore[arg-type]
+
+
+def measured(drafter, target, rows, rank: int, board: Board, sharing: int) -> dict[str, float]:
+    """`evaluate` of one of the processes of a board, with the sums that they take together."""
+    world = board.size
+    args = SimpleNamespace(
+        world_size=world,
+        process_index=rank,
+        device=torch.device("cpu"),
+        eval_batch_size=2,
+        train_sampling_strategy="sequential",
+        dataloader_drop_last=False,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        dataloader_persistent_workers=False,
+        dataloader_prefetch_factor=None,
+        dataloader_multiprocessing_context=None,
+        dataloader_in_order=True,
+    )
+    accelerator = SimpleNamespace(
+        prepare=lambda loader: prepare_data_loader(loader, num_processes=world, process_index=rank),
+        reduce=lambda value: sum(board.all(rank, value)),
+    )
+    group = ThreadGroup(board, rank, sharing) if sharing > 1 else None
+    source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
+    state = SimpleNamespace(global_step=0)
+    step = TrainingStep(drafter, target, source, args, state, accelerator, group)
+    nothing = SimpleNamespace(eval=lambda: None, write_held_out=lambda *_: None)
+    training = SimpleNamespace(
+        run=SimpleNamespace(drafter=drafter, held_out=rows, source=source, sequence=group),
+        args=args,
+        step=step,
+        accelerator=accelerator,
+        optimizer=nothing,
+        logs=nothing,
+    )
+    return evaluate(training)
+
+
+@pytest.mark.parametrize("sharing", [1, 2])
+def test_held_out_rows_that_fill_up_the_last_batch_count_once(sharing):
+    target = the_target()
+    drafter = drafter_of("eagle3", target)
+    rows = []
+    for index, length in enumerate((9, 14, 7, 12, 20)):
+        tokens = torch.randint(5, 200, (length,)).tolist()
+        rows.append({"tokens": tokens, "spans": [[2, length]], "length": length, "index": index})
+    dataset = Dataset.from_list(rows)
+    alone = measured(drafter, target, dataset, 0, Board(1), 1)
+    board = Board(2)
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [
+            pool.submit(measured, drafter, target, dataset, rank, board, sharing) for rank in (0, 1)
+        ]
+    for task in tasks:
+        assert task.result() == pytest.approx(alone, abs=2e-4)
 
 
 def arguments_of(**changes):

@@ -64,6 +64,14 @@ def test_rollouts_are_the_policys_and_the_drafter_follows(head_folder, tmp_path)
     plain = generate(merged, made["prompt_ids"], None, max_new_tokens=12, temperature=1.0, seed=7)
     assert made["completion_ids"] == [each.tokens for each in plain]
     assert made["logprobs"] is None and following.accepted_length >= 1
+    # A resumed trainer reads its state from a checkpoint: no seed occurs twice.
+    state.save_to_json(str(tmp_path / "state.json"))
+    resumed = FollowPolicy(Follower(str(head_folder), policy, tokenizer), tree="chain:2")
+    kept = TrainerState.load_from_json(str(tmp_path / "state.json"))
+    resumed.on_train_begin(trainer.args, kept, TrainerControl(), model=policy)
+    later = resumed.rollouts(PROMPTS, trainer)["completion_ids"]
+    assert later == following.rollouts(PROMPTS, trainer)["completion_ids"]
+    assert later != made["completion_ids"]
     following.on_step_end(*event)
     assert not sent
     state.global_step = 2

@@ -9,7 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    FalconH1Config,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+)
 
 from drafttrain.cli import main
 from drafttrain.errors import UserError
@@ -59,7 +66,6 @@ def linear_step(setting):
         round(target),
         width * TRAINED,
         width * TRAINED,
-        8 * TRAINED,
         10**6 * setting.rows,
         10**8,
         activations,
@@ -72,7 +78,7 @@ def linear(monkeypatch):
     """Plans in which no dry step runs; its value counts those that were asked for."""
     asked = []
 
-    def noted(config, kind, options, setting, loss, build):
+    def noted(config, setting, loss, build):
         asked.append(setting)
         return linear_step(setting)
 
@@ -84,7 +90,6 @@ def linear(monkeypatch):
 def memory(linear):
     return Memory(
         LlamaConfig(**SHAPES),
-        "eagle3",
         "kl",
         lambda t: t,
     )
@@ -253,6 +258,22 @@ def test_a_plan_with_its_own_advice_fits(linear, recipe, gigabytes):
     assert followed.fits
 
 
+def test_activation_checkpointing_is_planned_by_either_name(linear, recipe):
+    for words, planned in (
+        (["activation_checkpointing=true"], True),
+        (["activation_checkpointing=false", "gradient_checkpointing=true"], False),
+        (["gradient_checkpointing=true"], True),
+    ):
+        assert plan(recipe, words, Job()).setting["gradient_checkpointing"] is planned
+
+
+def test_a_run_with_muon_is_planned_and_advised_without_deepspeed(linear, recipe):
+    words = ["per_device_train_batch_size=32", "max_length=1024", "optim=muon"]
+    found = plan(recipe, words, Job(device="h100", gpu_memory=5, gpus=4))
+    assert found.setting["processes"] == 4 and found.setting["zero_stage"] == 0
+    assert "no such change fits 5 GB" in found.advice[0]
+
+
 def test_advice_names_no_disk_that_is_too_small(linear, recipe):
     words = ["per_device_train_batch_size=32", "max_length=1024"]
     job = Job(device="h100", gpu_memory=28, disk=10**9)
@@ -407,6 +428,11 @@ def test_sizes_tell_experts_and_compressed_keys_by_the_models_own_weights():
     )
     with torch.device("meta"):
         assert model_sizes(AutoModelForCausalLM.from_config(latent), latent).kv == 2 * (16 + 4)
+    hybrid = FalconH1Config(**shapes, num_key_value_heads=2)
+    with torch.device("meta"):
+        assert model_sizes(AutoModelForCausalLM.from_config(hybrid), hybrid).kv == 2 * 2 * 2 * 8
+        stateful = MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=100)
+        assert model_sizes(AutoModelForCausalLM.from_config(stateful), stateful).kv == 0
     latent.quantization_config = {"quant_method": "fp8"}
     assert (stored_bits(latent), stored_bits(config)) == (8.0, 16.0)
 
@@ -436,6 +462,7 @@ def test_the_deepspeed_stage_comes_from_a_number_a_file_or_the_recipe(tmp_path):
             "sequence_parallel=2: rows that processes share are not planned",
         ),
         (["kind=eagle9"], {}, "eagle9"),
+        (["optim=muon"], {"deepspeed": "2"}, "optim='muon' steps whole matrices"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(recipe, words, job, message):

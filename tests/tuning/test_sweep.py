@@ -76,6 +76,15 @@ def test_cells_that_were_measured_without_ngrams_alone_stay_finished(suite):
     assert key("autoregressive,ngram") == key("autoregressive") != key("none")
 
 
+def test_cells_of_a_target_whose_files_changed_are_measured_again(suite, tmp_path):
+    settings = {"target": str(tmp_path), "drafter": "ngram", "device": "cpu", "limit": 2, "seed": 0}
+    args = Namespace(**settings, max_new_tokens=4, baselines="none")
+    questions = load_suite(str(suite))
+    before = sweep.key_of(args, {"tree": "chain:2"}, questions)
+    (tmp_path / "model.safetensors").write_text("other weights")
+    assert sweep.key_of(args, {"tree": "chain:2"}, questions) != before
+
+
 def test_axes_one_at_a_time_or_crossed():
     axes = {
         "dtype": ["a", "b"],

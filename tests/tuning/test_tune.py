@@ -18,11 +18,12 @@ from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.ngram.model import NgramDrafter
-from drafttrain.drafters.registry import decoding_settings
+from drafttrain.drafters.registry import decoding_settings, load_drafter
+from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import summarize
 from drafttrain.evaluation.verdicts import judge, verdict_of
 from drafttrain.files import write_jsonl
-from drafttrain.inference import Decoder, SamplingParams, static
+from drafttrain.inference import Decoder, SamplingParams, generate_batch, static
 from drafttrain.tuning import replay as costs_module
 from drafttrain.tuning import tune as tuning
 from drafttrain.tuning.replay import (
@@ -497,6 +498,8 @@ def test_two_measurements_of_costs_are_averaged_part_by_part():
     assert mean.draft == {(4, 1): pytest.approx(0.3)}
     rest = (mean.match, mean.read, mean.read_prompt, mean.around, mean.prompt)
     assert rest == pytest.approx((0.2, 0.3, 0.4, 0.5, 0.6))
+    # A size that one of them lacks is left out.
+    assert CostModel({**one.verify, 63: 9.0}, one.draft).averaged(two).verify == mean.verify
 
 
 def test_more_prompts_than_six_are_taken_from_a_file(target, tmp_path):
@@ -504,6 +507,35 @@ def test_more_prompts_than_six_are_taken_from_a_file(target, tmp_path):
     write_jsonl(file, [{"text": f"question {number}"} for number in range(9)])
     assert len(tuning.calibration_prompts(target, str(file), {}, count=8)) == 8
     assert len(tuning.calibration_prompts(target, None, {}, count=8)) == 6
+    with pytest.raises(
+        UserError, match=r"^calibrate='built-in prompts' has no usable row: .* 9999 "
+    ):
+        tuning.calibration_prompts(target, None, {}, tokens=9999)
+
+
+def test_rows_that_no_prompt_comes_of_are_left_out(seeing, tmp_path):
+    target = seeing.load()
+    image = {"type": "image", "image": "data:image/png;base64,AA"}
+    parts = [{"type": "text", "text": "what is it"}]
+    rows = [
+        {"messages": [{"role": "user", "content": [image, *parts]}]},
+        {"messages": [{"role": "user", "content": parts}]},
+        {"text": "<image> q", "image": "x.png"},
+        {"text": "in the suite"},
+    ]
+    file = tmp_path / "rows.jsonl"
+    write_jsonl(file, rows)
+    exclude = frozenset({"in the suite"})
+    (ids,) = tuning.calibration_prompts(target, str(file), {}, exclude)
+    assert "what is it" in target.tokenizer.decode(ids)
+
+
+def test_answers_of_one_token_tell_nothing(target):
+    drafter = load_drafter("ngram", target)
+    (first,) = generate_batch(target, None, [[5, 6, 7]], max_new_tokens=1)
+    target.eos_ids = {first.tokens[0]}
+    with pytest.raises(UserError, match="ends its answers to all prompts at once"):
+        tuning.search_tree(target, drafter, [[5, 6, 7]], tuning.TuneSettings(tokens=8))
 
 
 def test_tune_and_eval_agree():

@@ -203,6 +203,16 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         return drafter
 
     @classmethod
+    def saved_config(cls, folder: Path) -> Any:
+        """The config of a saved drafter. Raises UserError: one that cannot be read."""
+        what = f"drafter={str(folder)!r}"
+        with loading(what, _REPAIR):
+            try:
+                return cls.config_class.from_pretrained(str(folder))
+            except UserError as error:  # of a value
+                raise UserError(f"{what}: config.json: {error}") from error
+
+    @classmethod
     def load(cls, folder: Path) -> Self:
         """A saved drafter.
 
@@ -211,11 +221,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
                 that are not finite, kept ids that are none, or no recorded target.
         """
         what = f"drafter={str(folder)!r}"
-        with loading(what, _REPAIR):
-            try:
-                config = cls.config_class.from_pretrained(str(folder))
-            except UserError as error:  # of a value
-                raise UserError(f"{what}: config.json: {error}") from error
+        config = cls.saved_config(folder)
         for key, kind in RECORDED.items():
             if not isinstance(config.target.get(key), kind):
                 raise UserError(f"{what}: config.json records no target.{key}; {_REPAIR}")

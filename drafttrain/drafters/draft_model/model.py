@@ -72,6 +72,7 @@ class DraftModelConfig(TargetedConfig):
     """
 
     model_type = "drafttrain_draft_model"
+    recipe_keys = ("loss", "vocabulary_match")
     layers: tuple[Size, ...] = ()
     embedding: Literal["copied", "shared"] = "copied"
     config: Name | Json = ""
@@ -197,14 +198,17 @@ class DraftModel(TrainableDrafter):
     # -- loading and saving ------------------------------------------------------------------------
 
     @classmethod
-    def load(cls, folder: Path) -> DraftModel:  # type: ignore[override]
-        """Loads what `save_pretrained` wrote, or any causal language model, in float32."""
-        lm, tokenizer = language_models.from_checkpoint(str(folder))
+    def saved_config(cls, folder: Path) -> DraftModelConfig:
         recorded = read_config(folder, META_FILE, missing={})
         # A trained adapter is merged into the saved weights.
         keys = ("layers", "embedding", "config", "vocabulary_match", "loss", "target")
-        own = {key: recorded[key] for key in keys if key in recorded}
-        drafter = cls(lm, tokenizer, DraftModelConfig(**own), str(folder))
+        return DraftModelConfig(**{key: recorded[key] for key in keys if key in recorded})
+
+    @classmethod
+    def load(cls, folder: Path) -> DraftModel:  # type: ignore[override]
+        """Loads what `save_pretrained` wrote, or any causal language model, in float32."""
+        lm, tokenizer = language_models.from_checkpoint(str(folder))
+        drafter = cls(lm, tokenizer, cls.saved_config(folder), str(folder))
         drafter.name_or_path = str(folder)
         return drafter
 
