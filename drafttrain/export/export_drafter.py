@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.engine_trees import engine_chain
 from drafttrain.drafters.registry import decoding_settings, is_untrained
 from drafttrain.drafters.shipping import (
     ExportRequest,
@@ -25,7 +26,6 @@ from drafttrain.export.batch_schedule import batch_schedule
 from drafttrain.export.serving_recipes import (
     as_text,
     check_block,
-    engine_chain,
     own_drafting,
     recipes,
 )

@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 from typing_extensions import TypedDict
 
+from drafttrain.drafters.engine_trees import engine_chain
 from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.engine_runs import EngineJob, SeenPrompt, missing
 from drafttrain.export.export_drafter import export
-from drafttrain.export.serving_recipes import check_block, engine_chain
+from drafttrain.export.serving_recipes import check_block
 from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
 from drafttrain.export.verify_matrix import (
     DrafterRows,
