@@ -163,6 +163,17 @@ class ServingEngine:
         """The part of the command that makes the engine draft."""
         raise NotImplementedError(f"drafttrain does not serve with {self.name}")
 
+    @staticmethod
+    def can_follow(options: Mapping[str, object]) -> bool:
+        """Whether drafts of a kind with these options can follow the batch size."""
+        return False
+
+    def schedule(self, serving: Serving) -> list[Entry]:
+        """Draft lengths by batch size that the drafts follow; empty for none."""
+        if serving.schedule and self.can_follow(serving.options):
+            return serving.schedule
+        return []
+
 
 class Vllm(ServingEngine):
     """vLLM; its counters give the accepted length."""
@@ -233,7 +244,7 @@ class Vllm(ServingEngine):
         command = shlex.join(["vllm", "serve", serving.target, *self.flags(serving)])
         if serving.swap_root:
             command = swappable(command, serving.swap_root)
-        if "num_speculative_tokens_per_batch_size" in self.settings(serving):
+        if self.schedule(serving):
             return f"{VLLM_COSTS}\n{command}"
         return command
 
@@ -253,9 +264,14 @@ class Vllm(ServingEngine):
                 "num_speculative_tokens": serving.tree.depth,
             }
         )
-        if serving.schedule and "num_speculative_tokens" not in serving.options:
-            chosen |= vllm_keys(serving.schedule)
+        schedule = self.schedule(serving)
+        if schedule:
+            chosen |= vllm_keys(schedule)
         return chosen
+
+    @staticmethod
+    def can_follow(options: Mapping[str, object]) -> bool:
+        return "num_speculative_tokens" not in options
 
 
 def swappable(command: str, root: str) -> str:
@@ -282,8 +298,9 @@ class Sglang(ServingEngine):
         flags = _flag_lines(self.settings(serving))
         target = shlex.quote(serving.target)
         command = f"python -m sglang.launch_server --model-path {target} {flags}"
-        if self._is_adaptive(serving):
-            config = shlex.quote(json.dumps(sglang_config(serving.schedule or [])))
+        schedule = self.schedule(serving)
+        if schedule:
+            config = shlex.quote(json.dumps(sglang_config(schedule)))
             return f"echo {config} > adaptive.json\n{command}"
         return command
 
@@ -298,8 +315,9 @@ class Sglang(ServingEngine):
     def settings(self, serving: Serving) -> Json:
         """Flags of launch_server."""
         tree = serving.tree
-        if self._is_adaptive(serving):  # follows chains only
-            longest = max(entry.tokens for entry in serving.schedule or ())
+        schedule = self.schedule(serving)
+        if schedule:  # for chains only
+            longest = max(entry.tokens for entry in schedule)
             tree = TreeSpec.parse(f"chain:{max(1, longest)}")
         top_k = 1
         nodes = tree.depth
@@ -315,15 +333,13 @@ class Sglang(ServingEngine):
                 "speculative-num-draft-tokens": nodes + 1,
             }
         )
-        if self._is_adaptive(serving):
+        if schedule:
             chosen |= {"speculative-adaptive": "", "speculative-adaptive-config": "adaptive.json"}
         return chosen
 
     @staticmethod
-    def _is_adaptive(serving: Serving) -> bool:
-        """Whether the drafts follow the batch size, which SGLang knows for EAGLE's chains."""
-        algorithm = serving.options.get("speculative-algorithm")
-        return bool(serving.schedule) and algorithm in ("EAGLE", "EAGLE3")
+    def can_follow(options: Mapping[str, object]) -> bool:
+        return options.get("speculative-algorithm") in ("EAGLE", "EAGLE3")
 
 
 class TensorRt(ServingEngine):

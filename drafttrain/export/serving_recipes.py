@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -138,6 +138,28 @@ def as_text(made: Sequence[Recipe]) -> str:
             commands = f"not served, because {'; '.join(recipe.reasons)}"
         parts.append(f"-- {recipe.engine}\n{commands}")
     return "\n\n".join(parts)
+
+
+def check_schedule(trained: Trained, path: str, engines: Iterable[str]) -> None:
+    """Checks that an engine follows draft lengths by batch size with a drafter.
+
+    Args:
+        path: of the file that has them. engines: names in ENGINES, or of trainers.
+
+    Raises:
+        UserError: none of them does.
+    """
+    kind = shipping(trained.kind)
+    for name, options in kind.options(trained).items():
+        form = ENGINES[name].form
+        if name not in engines or kind.unsupported(trained, form, ENGINES[name]):
+            continue
+        if RUNS[name].can_follow(options):
+            return
+    raise UserError(
+        f"schedule={path!r}: no recipe of {', '.join(engines)} drafts this drafter by batch size; those of "
+        "vLLM do, not for blocks, and SGLang's for EAGLE's chains; drop the flag"
+    )
 
 
 def check_block(trained: Trained, depth: int) -> None:

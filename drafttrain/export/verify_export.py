@@ -319,6 +319,8 @@ def _log(
     for side in sides:
         job = side.job
         digest.update(repr((job.trained.config, job.prompts, job.depth, job.dtype)).encode())
+        for seen in job.seen.values():  # placeholders are the same for all images
+            digest.update(repr(seen.prompt.digests).encode())
         for file in sorted(job.trained.folder.glob("*.safetensors")):
             digest.update(file.read_bytes())
     settings = {
