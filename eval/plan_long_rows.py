@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -135,8 +136,15 @@ def kept_for_backward(
     patches = (
         mock.patch.object(drafter.rotary, "tables", tables),
         mock.patch.object(path_attention, "span_attention_gpu", flash),
+        # Autocast knows no device "meta".
+        mock.patch.object(torch, "is_autocast_enabled", return_value=False),
+        mock.patch.object(torch, "get_autocast_dtype", return_value=torch.bfloat16),
+        mock.patch.object(torch, "autocast", return_value=nullcontext()),
     )
-    with patches[0], patches[1], saved_tensors_hooks(keep, lambda x: x):
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(saved_tensors_hooks(keep, lambda x: x))
         drafter(inputs)
     return sum(storage.nbytes() for storage in kept.values())
 
