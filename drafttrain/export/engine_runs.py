@@ -94,7 +94,7 @@ class Serving(NamedTuple):
     drafter: str
     tree: TreeSpec
     options: Mapping[str, object]  # of the engine, see `Shipping.options`
-    schedule: list[Entry] | None = None  # draft lengths by batch size
+    schedule: list[Entry] | None = None  # draft lengths by batch size, if the drafts follow them
     swap_root: str = ""  # folder whose heads the server may swap in
 
     def over(self, defaults: Mapping[str, object]) -> Json:
@@ -163,16 +163,9 @@ class ServingEngine:
         """The part of the command that makes the engine draft."""
         raise NotImplementedError(f"drafttrain does not serve with {self.name}")
 
-    @staticmethod
-    def can_follow(options: Mapping[str, object]) -> bool:
+    def follows(self, options: Mapping[str, object]) -> bool:
         """Whether drafts of a kind with these options can follow the batch size."""
         return False
-
-    def schedule(self, serving: Serving) -> list[Entry]:
-        """Draft lengths by batch size that the drafts follow; empty for none."""
-        if serving.schedule and self.can_follow(serving.options):
-            return serving.schedule
-        return []
 
 
 class Vllm(ServingEngine):
@@ -244,7 +237,7 @@ class Vllm(ServingEngine):
         command = shlex.join(["vllm", "serve", serving.target, *self.flags(serving)])
         if serving.swap_root:
             command = swappable(command, serving.swap_root)
-        if self.schedule(serving):
+        if serving.schedule:
             return f"{VLLM_COSTS}\n{command}"
         return command
 
@@ -264,13 +257,11 @@ class Vllm(ServingEngine):
                 "num_speculative_tokens": serving.tree.depth,
             }
         )
-        schedule = self.schedule(serving)
-        if schedule:
-            chosen |= vllm_keys(schedule)
+        if serving.schedule:
+            chosen |= vllm_keys(serving.schedule)
         return chosen
 
-    @staticmethod
-    def can_follow(options: Mapping[str, object]) -> bool:
+    def follows(self, options: Mapping[str, object]) -> bool:
         return "num_speculative_tokens" not in options
 
 
@@ -298,9 +289,8 @@ class Sglang(ServingEngine):
         flags = _flag_lines(self.settings(serving))
         target = shlex.quote(serving.target)
         command = f"python -m sglang.launch_server --model-path {target} {flags}"
-        schedule = self.schedule(serving)
-        if schedule:
-            config = shlex.quote(json.dumps(sglang_config(schedule)))
+        if serving.schedule:
+            config = shlex.quote(json.dumps(sglang_config(serving.schedule)))
             return f"echo {config} > adaptive.json\n{command}"
         return command
 
@@ -315,9 +305,8 @@ class Sglang(ServingEngine):
     def settings(self, serving: Serving) -> Json:
         """Flags of launch_server."""
         tree = serving.tree
-        schedule = self.schedule(serving)
-        if schedule:  # for chains only
-            longest = max(entry.tokens for entry in schedule)
+        if serving.schedule:  # for chains only
+            longest = max(entry.tokens for entry in serving.schedule)
             tree = TreeSpec.parse(f"chain:{max(1, longest)}")
         top_k = 1
         nodes = tree.depth
@@ -333,12 +322,11 @@ class Sglang(ServingEngine):
                 "speculative-num-draft-tokens": nodes + 1,
             }
         )
-        if schedule:
+        if serving.schedule:
             chosen |= {"speculative-adaptive": "", "speculative-adaptive-config": "adaptive.json"}
         return chosen
 
-    @staticmethod
-    def can_follow(options: Mapping[str, object]) -> bool:
+    def follows(self, options: Mapping[str, object]) -> bool:
         return options.get("speculative-algorithm") in ("EAGLE", "EAGLE3")
 
 

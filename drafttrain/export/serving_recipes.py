@@ -80,7 +80,8 @@ def recipes(
             place, fetch = _published_files(trained, drafter, release.form)
         engine = RUNS[name]
         spec = drawn if engine.draws_trees else chain
-        serving = Serving(target, place, spec, options[name], schedule, swap_root)
+        lengths = schedule if engine.follows(options[name]) else None
+        serving = Serving(target, place, spec, options[name], lengths, swap_root)
         made.append(Recipe(name, fetch + engine.command(serving)))
 
     best = fastest(results)
@@ -149,12 +150,8 @@ def check_schedule(trained: Trained, path: str, engines: Iterable[str]) -> None:
     Raises:
         UserError: none of them does.
     """
-    kind = shipping(trained.kind)
-    for name, options in kind.options(trained).items():
-        form = ENGINES[name].form
-        if name not in engines or kind.unsupported(trained, form, ENGINES[name]):
-            continue
-        if RUNS[name].can_follow(options):
+    for name, options in shipping(trained.kind).options(trained).items():
+        if name in engines and RUNS[name].follows(options):
             return
     raise UserError(
         f"schedule={path!r}: no recipe of {', '.join(engines)} drafts this drafter by batch size; those of "

@@ -16,7 +16,6 @@ from drafttrain.evaluation import runner
 from drafttrain.evaluation.baselines import NGRAM
 from drafttrain.evaluation.metrics import fingerprint, folder_state
 from drafttrain.evaluation.results_schema import Results
-from drafttrain.evaluation.runner import EvalSettings
 from drafttrain.evaluation.suites import Suite, load_suite
 from drafttrain.evaluation.verdicts import crossovers, verdict_of
 from drafttrain.files import Json, read_json, write_json
@@ -82,7 +81,14 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
     axes = parse_axes(args)
     every = []
     for cell in cells(axes, args.grid):
-        every.append((cell, cell_settings(args, cell, folder)))
+        settings = settings_of(
+            args,
+            tree=cell["tree"],
+            batch_size=cell["batch_size"],
+            sampling=SamplingParams(temperature=cell["temperature"]),
+            output=folder / f"{fingerprint(cell)}.json",
+        )
+        every.append((cell, settings))
     suite = load_suite(args.suite, args.chat_template_kwargs)
     target: Target | None = None
     drafter: Drafter | None = None
@@ -175,17 +181,6 @@ def cells(axes: dict[str, list[object]], grid: bool) -> list[Json]:
 def describe(cell: Json) -> str:
     """A cell in words."""
     return ", ".join(f"{name} {value}" for name, value in cell.items() if value is not None)
-
-
-def cell_settings(args: argparse.Namespace, cell: Json, folder: Path) -> EvalSettings:
-    """The evaluation settings of one cell. Raises UserError for a value out of range."""
-    return settings_of(
-        args,
-        tree=cell["tree"],
-        batch_size=cell["batch_size"],
-        sampling=SamplingParams(temperature=cell["temperature"]),
-        output=folder / f"{fingerprint(cell)}.json",
-    )
 
 
 def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:

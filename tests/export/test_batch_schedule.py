@@ -51,9 +51,6 @@ def test_the_fastest_chain_of_each_batch_size(tmp_path):
     )
     kept = Vllm().settings(Serving("T", "D", tree, {"method": "eagle3"}, schedule))
     assert kept["num_speculative_tokens_per_batch_size"][0] == [1, 15, 3]
-    options = {"method": "dflash", "num_speculative_tokens": 7}
-    fixed = Vllm().settings(Serving("T", "D", tree, options, schedule))
-    assert fixed == {"method": "dflash", "model": "D", "num_speculative_tokens": 7}
 
 
 def test_of_earlier_files():
