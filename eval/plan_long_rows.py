@@ -17,15 +17,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from benchmark import result_path
+from benchmark import result_path, write_result
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
-from drafttrain.environment import describe_environment
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json
 from drafttrain.losses import TargetRows
 from drafttrain.ops import path_attention
 from drafttrain.sequence_parallel import SequenceGroup
@@ -233,10 +232,16 @@ def main(argv: list[str] | None = None) -> int:
         "gpus": args.processes,
         "gpu_memory_gb": args.gpu_memory,
     }
-    environment = describe_environment(torch.device("cpu"))
-    write_json(
+    totals = [row["memory_gb"]["total"] for row in rows]
+    write_result(
         args.output,
-        {**described, "shapes": vars(shapes), "rows": rows, "command": sys.argv, **environment},
+        # What sharing a row saves with stored states.
+        totals[0] / totals[len(args.sequence_parallel) - 1],
+        1.0,
+        {"rows": rows},
+        torch.device("cpu"),
+        **described,
+        shapes=vars(shapes),
     )
     return 0
 
