@@ -76,7 +76,7 @@ class Side:
         self.drafter.extend_all(self.sessions, tokens, features)
 
     def round(self) -> None:
-        held = [getattr(session, "length", 0) for session in self.sessions]
+        held = [session.length for session in self.sessions]
         with mock.patch.object(
             DraftHead, "of", (lambda _: None) if self.form != "kernels" else DraftHead.of
         ):
@@ -86,7 +86,7 @@ class Side:
             self.drafter.propose_all(self.sessions, [self.spec] * count, [None] * count)
             self.seconds.append(time.perf_counter() - began)
         for session, length in zip(self.sessions, held, strict=True):
-            session.length = length
+            session.cache.lengths[0] = length
 
 
 def milliseconds(seconds: list[float]) -> float:
@@ -109,7 +109,7 @@ def heads(target: Target, flush: torch.Tensor, repeats: int) -> dict[str, Any]:
     rows = target.head_weight.float()
     states = torch.randn(4, rows.shape[1])
     found = dict[str, Any]()
-    for size in (8192, 32768, len(rows)):
+    for size in sorted({min(size, len(rows)) for size in (8192, 32768, len(rows))}):
         weight = rows[:size].contiguous()
         head = DraftHead(weight)
         panels = pack_panels(round_to_int8(weight))

@@ -188,11 +188,11 @@ def living() -> int:
 def measure(recipe: str, output: Path) -> None:
     """Trains a recipe and writes the bytes that its loop holds at most, of this process."""
     config, args = train.setup(recipe, [])
-    prepared = train.prepare(config, args, None)
+    run = train.prepare(config, args, None)
     gc.collect()
     before = living()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
-        training, _ = train.learn(config, args, prepared.run)
+        training, _ = train.learn(config, args, run)
     assert training.state.global_step == STEPS
     kineto = record.profiler
     assert kineto is not None and kineto.kineto_results is not None

@@ -102,7 +102,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     )
     before = psutil.Process().memory_info().rss
     config, training = setup(str(folder / "recipe.yaml"), [])
-    run = prepare(config, training, None).run
+    run = prepare(config, training, None)
     prepared = peak_memory(torch.device("cpu"))
     shell = run.target
     source = run.source

@@ -107,8 +107,8 @@ def train(folder: Path, args: argparse.Namespace, url: str, ahead: bool) -> dict
         "".join(f"{key}: {json.dumps(value)}\n" for key, value in recipe.items())
     )
     with (
-        contextlib.redirect_stdout(None),
         open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
         assert drafttrain(["train", str(folder / "recipe.yaml")]) == 0

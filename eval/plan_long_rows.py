@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from benchmark import result_path
+from benchmark import result_path, write_result
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
-from drafttrain.environment import describe_environment
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json
 from drafttrain.losses import TargetRows
 from drafttrain.ops import path_attention
 from drafttrain.sequence_parallel import SequenceGroup
@@ -135,8 +135,15 @@ def kept_for_backward(
     patches = (
         mock.patch.object(drafter.rotary, "tables", tables),
         mock.patch.object(path_attention, "span_attention_gpu", flash),
+        # Autocast knows no device "meta".
+        mock.patch.object(torch, "is_autocast_enabled", return_value=False),
+        mock.patch.object(torch, "get_autocast_dtype", return_value=torch.bfloat16),
+        mock.patch.object(torch, "autocast", return_value=nullcontext()),
     )
-    with patches[0], patches[1], saved_tensors_hooks(keep, lambda x: x):
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(saved_tensors_hooks(keep, lambda x: x))
         drafter(inputs)
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -225,10 +232,16 @@ def main(argv: list[str] | None = None) -> int:
         "gpus": args.processes,
         "gpu_memory_gb": args.gpu_memory,
     }
-    environment = describe_environment(torch.device("cpu"))
-    write_json(
+    totals = [row["memory_gb"]["total"] for row in rows]
+    write_result(
         args.output,
-        {**described, "shapes": vars(shapes), "rows": rows, "command": sys.argv, **environment},
+        # What sharing a row saves with stored states.
+        totals[0] / totals[len(args.sequence_parallel) - 1],
+        1.0,
+        {"rows": rows},
+        torch.device("cpu"),
+        **described,
+        shapes=vars(shapes),
     )
     return 0
 

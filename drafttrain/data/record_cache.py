@@ -75,16 +75,6 @@ _ID = re.compile(rb'\{"id":("(?:[^"\\]|\\.)+"),"tokens":\[')
 _LINE_END = TypeAdapter(LineEnd)
 
 
-def stored_lines(part: Path) -> Iterator[tuple[int, StoredLine]]:
-    """The complete lines of a part with their numbers. Raises UserError: a damaged one."""
-    return read_jsonl(
-        part,
-        growing=True,
-        fix=LINE_FIX,
-        schema=StoredLine,
-    )
-
-
 class StoredIds:
     """Which conversations a data set holds.
 
@@ -189,7 +179,8 @@ def _rows(parts: Sequence[Path], vocab_size: int) -> Iterator[StoredLine]:
     """Checked rows, each id once: several processes may have answered the same prompt."""
     seen = set()
     for part in parts:
-        for number, line in stored_lines(part):
+        lines = read_jsonl(part, growing=True, fix=LINE_FIX, schema=StoredLine)
+        for number, line in lines:
             rule = _broken_rule(line, vocab_size)
             if rule:
                 raise UserError(f"{part} line {number}: {rule}; {LINE_FIX}")

@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from drafttrain.batch import Batch
 from drafttrain.drafters import registry
+from drafttrain.drafters.adapters import adapted, is_adapter
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.published_keys import entries
 from drafttrain.errors import UserError, first_line
@@ -80,8 +81,11 @@ def releases_of(text: str) -> Json:
 def read_head(args: argparse.Namespace) -> Patient:
     """The head as import reads it, with what it refuses, and its agreement with the target."""
     folder = checkpoint_folder(args.head, args.allow_pickle)
-    config = read_config(folder)
-    target: Target = load_shell(args.target, trust_remote_code=args.trust_remote_code)
+    config = {}
+    if not is_adapter(folder):
+        config = read_config(folder)
+    shell = load_shell(args.target, trust_remote_code=args.trust_remote_code)
+    target: Target = shell
     batch = None
     has_weights = any(Path(resolve_target(args.target)).glob("*.safetensors"))
     if args.texts and has_weights:
@@ -100,7 +104,11 @@ def read_head(args: argparse.Namespace) -> Patient:
     for path in folder.glob("chat_template.jinja"):
         patient.template = path.read_text(encoding="utf-8")
     try:
-        if "drafter_kind" in config or (folder / registry.META_FILE).is_file():
+        if is_adapter(folder):
+            head: TrainableDrafter = adapted(folder, shell)
+            patient.keys = dict(entries(head.config.to_dict()))
+            patient.weights = head.state_dict()
+        elif "drafter_kind" in config or (folder / registry.META_FILE).is_file():
             patient.kind = config.get("drafter_kind", "")
             patient.weights = read_weights(folder)
             head = registry.load_trained(str(folder))

@@ -77,7 +77,7 @@ def _mrope(patient: Patient) -> str:
 
 def _norms(patient: Patient) -> str:
     for name, weight in patient.weights.items():
-        if "norm" in name and weight.dim() == 1 and abs(weight.mean()) < _FLAT:
+        if "norm" in name and weight.dim() == 1 and abs(weight.float().mean()) < _FLAT:
             return f"{name} has a mean near 0, as factors minus one have"
     return ""
 
@@ -101,6 +101,8 @@ def _vocabulary(patient: Patient) -> str:
     table = patient.weights.get("d2t")
     if table is None:
         return ""
+    if table.dim() != 1:
+        return f"d2t has the shape {list(table.shape)}, not a row per kept token"
     ids = table + torch.arange(len(table))  # [d] as engines compute them
     kept = patient.weights.get("t2d", table).nonzero().flatten()
     ascends = bool((table.diff() > 0).all())

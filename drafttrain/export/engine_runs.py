@@ -94,7 +94,7 @@ class Serving(NamedTuple):
     drafter: str
     tree: TreeSpec
     options: Mapping[str, object]  # of the engine, see `Shipping.options`
-    schedule: list[Entry] | None = None  # draft lengths by batch size
+    schedule: list[Entry] | None = None  # draft lengths by batch size, if the drafts follow them
     swap_root: str = ""  # folder whose heads the server may swap in
 
     def over(self, defaults: Mapping[str, object]) -> Json:
@@ -162,6 +162,10 @@ class ServingEngine:
     def flags(self, serving: Serving) -> list[str]:
         """The part of the command that makes the engine draft."""
         raise NotImplementedError(f"drafttrain does not serve with {self.name}")
+
+    def follows(self, options: Mapping[str, object]) -> bool:
+        """Whether drafts of a kind with these options can follow the batch size."""
+        return False
 
 
 class Vllm(ServingEngine):
@@ -240,7 +244,7 @@ class Vllm(ServingEngine):
                 f"{command} --host {HOST} --worker-extension-cls {EXTENSION}\n"
                 f"# drafttrain swap --server http://{HOST}:8000 --drafter HEAD    (below {root})"
             )
-        if "num_speculative_tokens_per_batch_size" in self.settings(serving):
+        if serving.schedule:
             return f"{VLLM_COSTS}\n{command}"
         return command
 
@@ -260,9 +264,12 @@ class Vllm(ServingEngine):
                 "num_speculative_tokens": serving.tree.depth,
             }
         )
-        if serving.schedule and "num_speculative_tokens" not in serving.options:
+        if serving.schedule:
             chosen |= vllm_keys(serving.schedule)
         return chosen
+
+    def follows(self, options: Mapping[str, object]) -> bool:
+        return "num_speculative_tokens" not in options
 
 
 class Sglang(ServingEngine):
@@ -275,8 +282,8 @@ class Sglang(ServingEngine):
         flags = _flag_lines(self.settings(serving))
         target = shlex.quote(serving.target)
         command = f"python -m sglang.launch_server --model-path {target} {flags}"
-        if self._is_adaptive(serving):
-            config = shlex.quote(json.dumps(sglang_config(serving.schedule or [])))
+        if serving.schedule:
+            config = shlex.quote(json.dumps(sglang_config(serving.schedule)))
             return f"echo {config} > adaptive.json\n{command}"
         return command
 
@@ -291,8 +298,8 @@ class Sglang(ServingEngine):
     def settings(self, serving: Serving) -> Json:
         """Flags of launch_server."""
         tree = serving.tree
-        if self._is_adaptive(serving):  # follows chains only
-            longest = max(entry.tokens for entry in serving.schedule or ())
+        if serving.schedule:  # for chains only
+            longest = max(entry.tokens for entry in serving.schedule)
             tree = TreeSpec.parse(f"chain:{max(1, longest)}")
         top_k = 1
         nodes = tree.depth
@@ -308,15 +315,12 @@ class Sglang(ServingEngine):
                 "speculative-num-draft-tokens": nodes + 1,
             }
         )
-        if self._is_adaptive(serving):
+        if serving.schedule:
             chosen |= {"speculative-adaptive": "", "speculative-adaptive-config": "adaptive.json"}
         return chosen
 
-    @staticmethod
-    def _is_adaptive(serving: Serving) -> bool:
-        """Whether the drafts follow the batch size, which SGLang knows for EAGLE's chains."""
-        algorithm = serving.options.get("speculative-algorithm")
-        return bool(serving.schedule) and algorithm in ("EAGLE", "EAGLE3")
+    def follows(self, options: Mapping[str, object]) -> bool:
+        return options.get("speculative-algorithm") in ("EAGLE", "EAGLE3")
 
 
 class TensorRt(ServingEngine):

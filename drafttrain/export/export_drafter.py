@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from drafttrain.drafters.base import Drafter
+from drafttrain.drafters.engine_trees import engine_chain
 from drafttrain.drafters.registry import decoding_settings, is_untrained
 from drafttrain.drafters.shipping import (
     ExportRequest,
@@ -25,7 +26,7 @@ from drafttrain.export.batch_schedule import batch_schedule
 from drafttrain.export.serving_recipes import (
     as_text,
     check_block,
-    engine_chain,
+    check_schedule,
     own_drafting,
     recipes,
 )
@@ -69,8 +70,15 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
             f"target-gguf={args.target_gguf!r} goes with --format gguf, not {args.format!r}; "
             "drop the flag"
         )
+    target = args.target or trained.target_name
+    # A drafter from elsewhere may not record its target.
+    if args.target and not trained.target:
+        trained = _beside(trained, target)
+    kind = check_expressible(trained, args.format, args.engine_version)
+    engines = kind.formats[args.format].engines
     schedule = None
     if args.schedule:
+        check_schedule(trained, str(args.schedule), engines)
         schedule = batch_schedule(Path(args.schedule).expanduser())
     output = check_folder(args.output, "export", inputs_of(args))
     root = swap_root(args, trained, output)
@@ -80,10 +88,6 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     depth = args.speculative_tokens or engine_chain(trained)
     if args.format != "gguf":  # llama.cpp takes a part of a block
         check_block(trained, depth)
-    target = args.target or trained.target_name
-    # A drafter from elsewhere may not record its target.
-    if args.target and not trained.target:
-        trained = _beside(trained, target)
     dtype = FLOAT8
     if args.dtype != "float8":
         dtype = resolve_dtype(args.dtype)
@@ -94,7 +98,6 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     # Print the commands that serve them.
     # A local target is named as others would find it.
     name = public_name(target) if target else "TARGET"
-    engines = shipping(trained.kind).formats[args.format].engines
     made = recipes(
         trained,
         str(output),
@@ -138,10 +141,10 @@ def swap_root(args: argparse.Namespace, trained: Trained, output: Path) -> str:
 
 def _print_own_drafting(args: argparse.Namespace) -> int:
     """Prints how engines draft by themselves what a drafter without weights drafts."""
-    if args.format or args.output:
+    if args.format or args.output or args.schedule:
         raise UserError(
             f"drafter={args.drafter!r} has no weights to write; "
-            "without --format it prints its recipes"
+            "without --format, --output and --schedule it prints its recipes"
         )
     depth = args.speculative_tokens or 5
     text = as_text(own_drafting(args.drafter, args.target or "TARGET", depth))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.registry import decoding_settings, default_tree
+from drafttrain.drafters.engine_trees import engine_chain, engine_depth, fastest, tuned_tree
 from drafttrain.drafters.shipping import GGUF_NAME, Trained, shipped_kinds, shipping
 from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import Entry
 from drafttrain.export.engine_runs import RUNS, Serving
-from drafttrain.files import Json, value_of
+from drafttrain.files import Json
 from drafttrain.formats.engines import ENGINES
 from drafttrain.outcome import next_command
 
-_CHAIN = "chain:3"  # of drafters that were not tuned
 _OURS = """from drafttrain import generate
 
 out = generate({target}, "The capital of France is", drafter={drafter}, tree={tree})
@@ -82,7 +80,8 @@ def recipes(
             place, fetch = _published_files(trained, drafter, release.form)
         engine = RUNS[name]
         spec = drawn if engine.draws_trees else chain
-        serving = Serving(target, place, spec, options[name], schedule, swap_root)
+        lengths = schedule if engine.follows(options[name]) else None
+        serving = Serving(target, place, spec, options[name], lengths, swap_root)
         made.append(Recipe(name, fetch + engine.command(serving)))
 
     best = fastest(results)
@@ -142,48 +141,22 @@ def as_text(made: Sequence[Recipe]) -> str:
     return "\n\n".join(parts)
 
 
-def fastest(results: Sequence[Json]) -> Json | None:
-    """The measured run with the highest speed-up; None if no run drafted."""
-    measured = [run for run in results if run["decoding"].get("tree", {}).get("depth")]
+def check_schedule(trained: Trained, path: str, engines: Iterable[str]) -> None:
+    """Checks that an engine follows draft lengths by batch size with a drafter.
 
-    def speedup(run: Json) -> float:
-        return value_of(run["overall"], "speedup_vs_fastest", 0.0)
+    Args:
+        path: of the file that has them. engines: names in ENGINES, or of trainers.
 
-    return max(measured, key=speedup, default=None)
-
-
-def engine_chain(trained: Trained, results: Sequence[Json] = ()) -> int:
-    """Speculative tokens for engines that draft chains.
-
-    Those of the fastest measured chain, else tune's, else the tree's depth.
+    Raises:
+        UserError: none of them does.
     """
-    chains = []
-    for run in results:
-        if run["decoding"].get("tree", {}).get("spec", "").startswith("chain:"):
-            chains.append(run)
-    measured = fastest(chains)
-    tuned = decoding_settings(str(trained.folder)).get("chain")
-    if measured is not None:
-        tree = TreeSpec.parse(measured["decoding"]["tree"]["spec"])
-    elif tuned:
-        tree = TreeSpec.parse(tuned)
-    else:
-        tree = tuned_tree(trained.folder, results)
-    return engine_depth(trained, tree)
-
-
-def engine_depth(trained: Trained, tree: TreeSpec) -> int:
-    """Speculative tokens for an engine: the tree's depth, at most what the drafter reaches.
-
-    A drafter of blocks drafts all of a block.
-    """
-    kind = shipping(trained.kind)
-    block = kind.block_depth(trained)
-    if block:
-        return block
-    if kind.depth_key:
-        return min(tree.depth, trained.config[kind.depth_key])
-    return tree.depth
+    for name, options in shipping(trained.kind).options(trained).items():
+        if name in engines and RUNS[name].follows(options):
+            return
+    raise UserError(
+        f"schedule={path!r}: no recipe of {', '.join(engines)} drafts this drafter by batch size; those of "
+        "vLLM do, not for blocks, and SGLang's for EAGLE's chains; drop the flag"
+    )
 
 
 def check_block(trained: Trained, depth: int) -> None:
@@ -194,17 +167,3 @@ def check_block(trained: Trained, depth: int) -> None:
             f"speculative-tokens={depth}: this drafter drafts blocks of {block} tokens; "
             "drop the flag"
         )
-
-
-def tuned_tree(folder: Path, results: Sequence[Json] = ()) -> TreeSpec:
-    """The tree to serve with.
-
-    The fastest measured run's, else decoding.json's, else a chain of three tokens.
-    """
-    best = fastest(results)
-    if best is not None:
-        return TreeSpec.parse(best["decoding"]["tree"]["spec"])
-    tree = TreeSpec.parse(default_tree(str(folder)) or _CHAIN)
-    if tree.depth:
-        return tree
-    return TreeSpec.parse(_CHAIN)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from typing_extensions import TypedDict
 
+from drafttrain.drafters.engine_trees import engine_chain
 from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
@@ -22,7 +23,7 @@ from drafttrain.evaluation.metrics import partial_file
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.engine_runs import EngineJob, SeenPrompt, missing
 from drafttrain.export.export_drafter import export
-from drafttrain.export.serving_recipes import check_block, engine_chain
+from drafttrain.export.serving_recipes import check_block
 from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
 from drafttrain.export.verify_matrix import (
     DrafterRows,
@@ -319,6 +320,8 @@ def _log(
     for side in sides:
         job = side.job
         digest.update(repr((job.trained.config, job.prompts, job.depth, job.dtype)).encode())
+        for seen in job.seen.values():  # placeholders are the same for all images
+            digest.update(repr(seen.prompt.digests).encode())
         for file in sorted(job.trained.folder.glob("*.safetensors")):
             digest.update(file.read_bytes())
     settings = {

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing_extensions import TypedDict
 
 from drafttrain.data.store import load_records, read_meta
+from drafttrain.drafters.engine_trees import engine_chain, tuned_tree
 from drafttrain.drafters.registry import decoding_settings
 from drafttrain.drafters.shipping import ExportRequest, Trained, find_drafter, shipping
 from drafttrain.errors import UserError
@@ -27,9 +28,10 @@ from drafttrain.evaluation.metrics import load_results, read_training
 from drafttrain.evaluation.plausibility import implausible
 from drafttrain.evaluation.verdicts import verdict_on
 from drafttrain.export.batch_schedule import batch_schedule
-from drafttrain.export.serving_recipes import engine_chain, recipes, tuned_tree
+from drafttrain.export.serving_recipes import check_schedule, recipes
 from drafttrain.export.verify_matrix import VerifyRow
 from drafttrain.files import Json, read_json
+from drafttrain.formats.engines import ENGINES
 from drafttrain.formats.public_names import public_name, shorten, write_clean_json
 from drafttrain.formats.weights import read_config
 from drafttrain.hub.upload import publish, write_card
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         )
     args.batch_schedule = None
     if args.schedule:
+        check_schedule(trained, str(args.schedule), ENGINES)
         args.batch_schedule = batch_schedule(Path(args.schedule).expanduser())
     for name, run_results in zip(args.results, results, strict=True):
         check_results(trained, name, run_results)

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.engine_trees import engine_depth
 from drafttrain.drafters.shipping import Trained, find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.export.engine_runs import RUNS, Serving, missing
 from drafttrain.export.export_drafter import export
-from drafttrain.export.serving_recipes import engine_depth
 from drafttrain.formats.engines import ENGINES
 from drafttrain.states.engine_server import (
     EngineServer,

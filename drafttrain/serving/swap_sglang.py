@@ -31,6 +31,7 @@ from drafttrain.serving.swap import SECONDS, HeadRefused, ServedDrafter, Swapper
 OLDEST = "0.5.23"  # the oldest release whose sources were read
 _ALGORITHMS = ("EAGLE3", "EAGLE")
 _NAME = "drafttrain"  # begins the server's weight_version after a swap; then digest and folder
+_STARTED = "default"  # the weight_version before any update
 _TOKEN_MAPS = ("d2t", "t2d")  # SGLang reads them when it starts
 
 
@@ -88,11 +89,17 @@ class SglangSwapper(Swapper):
             # Heads come from the folder around the head that the server was started with.
             first = Path(str(info.get("speculative_draft_model_path"))).resolve()
             started = read_head(first, str(first))
-            served = self._served(first, started)
+            version = self._version()
+            served = _served(version, first, started)
             if body is None:
                 return served
             # Bytes of the file's names and shapes may differ a little.
             folder = Path(served["root"], str(body["folder"]))
+            if version == _STARTED and folder.resolve() == first:
+                raise SwapRefused(
+                    f"it was started with folder={body['folder']!r}, and nothing tells whether the files are "
+                    "still those; export another head to a folder beside it"
+                )
             new = read_head(folder, str(body["folder"]), started.size + 1_000_000)
             check_head(new, started, str(info.get("speculative_algorithm")))
             if new.digest != served["sha256"]:
@@ -109,25 +116,16 @@ class SglangSwapper(Swapper):
                 f"drafttrain swap --server {self.url}"
             ) from bad
 
-    def _served(self, first: Path, started: HeadFiles) -> ServedDrafter:
-        """The head that serves, by the server's weight_version.
-
-        Raises:
-            SwapRefused: somebody else counts versions there.
-        """
+    def _version(self) -> str:
+        """The server's weight_version. Raises SwapRefused: somebody else counts versions there."""
         found = self._requests.json("GET", f"{self.url}/model_info", None, _ModelInfo, SECONDS)
         version = found["weight_version"]
-        folder = first.name
-        digest = started.digest
-        if version.startswith(f"{_NAME}:"):
-            _, digest, folder = version.split(":", 2)
-        elif version != "default":
+        if version != _STARTED and not version.startswith(f"{_NAME}:"):
             raise SwapRefused(
                 f"its weight_version is {version!r}, which a swap would overwrite; swaps are for servers "
                 "whose weights nobody else updates"
             )
-        dtype = started.dtype
-        return {"folder": folder, "sha256": digest, "root": str(first.parent), "dtype": dtype}
+        return version
 
     def _swap(self, new: HeadFiles, served: ServedDrafter, ranks: int) -> None:
         """Sends a head to all ranks, and the old one again where that fails.
@@ -206,6 +204,15 @@ class SglangSwapper(Swapper):
         if len(found) != ranks:
             raise SwapRefused(f"{len(found)} of {ranks} ranks give checksums of their weights")
         return found
+
+
+def _served(version: str, first: Path, started: HeadFiles) -> ServedDrafter:
+    """The head that serves, by the server's weight_version."""
+    folder = first.name
+    digest = started.digest
+    if version != _STARTED:
+        _, digest, folder = version.split(":", 2)
+    return {"folder": folder, "sha256": digest, "root": str(first.parent), "dtype": started.dtype}
 
 
 def check_server(url: str, info: ServerInfo) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from drafttrain.data.loader import cut_row, similar_rows
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.engine_trees import engine_chain
 from drafttrain.drafters.registry import prepare
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter
 from drafttrain.errors import UserError
@@ -244,7 +245,10 @@ class Follower:
                 trained = find_drafter(str(place))
                 kind = check_expressible(trained, self.format)
                 place = scratch / self.format
-                kind.write(trained, self.format, ExportRequest(place, self.dtype))
+                # Kinds with a part per drafted token send as many as the engine's export has.
+                depth = engine_chain(find_drafter(self.drafter))
+                request = ExportRequest(place, self.dtype, depth=depth)
+                kind.write(trained, self.format, request)
             return read_weights(place)
 
     def drafting(self, target: Target) -> Drafter:

@@ -96,13 +96,10 @@ class Memory:
         loss: str,
         build: Callable[[Target], TrainableDrafter],
     ):
-        self.config = config
-        self.loss = loss
-        self.build = build
-        self._run = functools.cache(self._dry_step)
+        def run(setting: StepSetting) -> StepMemory:
+            return dry_step(config, setting, loss, build)
 
-    def _dry_step(self, setting: StepSetting) -> StepMemory:
-        return dry_step(self.config, setting, self.loss, self.build)
+        self._run = functools.cache(run)
 
     def step(self, setting: Setting, trains: bool = True) -> StepMemory:
         """A step of this setting, extrapolated where its batch is large."""

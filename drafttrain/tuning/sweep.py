@@ -269,10 +269,9 @@ def print_summary(rows: Sequence[Json]) -> None:
         headings.append("over\nn-grams")
     headings.append("verdict")
     console.print(table_of(headings, shown))
-    found = crossovers(rows)
-    for each in found:
+    for each in crossovers(rows):
         console.print(f"{describe(each['cell'])}: {each['verdict']}", soft_wrap=True)
-    if not any(each["axis"] == "batch_size" for each in found):
+    if len({row["cell"]["batch_size"] for row in rows}) < 2:
         console.print(
             "no crossover: one batch size was measured; "
             "--batch-sizes 1,4,16 shows where it stops paying"

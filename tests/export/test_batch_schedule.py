@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from drafttrain.cli import main
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.export.batch_schedule import Entry, batch_schedule, sglang_config, vllm_keys
@@ -50,9 +51,6 @@ def test_the_fastest_chain_of_each_batch_size(tmp_path):
     )
     kept = Vllm().settings(Serving("T", "D", tree, {"method": "eagle3"}, schedule))
     assert kept["num_speculative_tokens_per_batch_size"][0] == [1, 15, 3]
-    options = {"method": "dflash", "num_speculative_tokens": 7}
-    fixed = Vllm().settings(Serving("T", "D", tree, options, schedule))
-    assert fixed == {"method": "dflash", "model": "D", "num_speculative_tokens": 7}
 
 
 def test_of_earlier_files():
@@ -79,3 +77,29 @@ def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "f.json").write_text(content)
     with pytest.raises(UserError, match="schedule="):
         batch_schedule(tmp_path / "f.json")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "form"),
+    [("eagle3", "gguf"), ("mlp_speculator", "vllm"), ("dflash", "vllm")],
+)
+def test_a_schedule_that_no_recipe_follows_is_refused(tmp_path, capsys, drafter, form):
+    schedule = ["--schedule", str(RESULTS / "estimate.json")]
+    words = ["export", "--drafter", str(FIXTURES / "drafters" / drafter), *schedule]
+    assert main([*words, "--format", form, "--output", str(tmp_path / "out")]) == 2
+    assert "drafts this drafter by batch size" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    push = ["push", *words[1:], "--repo", "a/b", "--without-evaluation", "--dry-run"]
+    if drafter == "dflash":
+        assert main([*push, "--output", str(tmp_path / "out")]) == 2
+    assert main(["export", "--drafter", "ngram", *schedule]) == 2
+    assert "without --format, --output and --schedule" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang"])
+def test_an_export_prints_the_schedule(tmp_path, capsys, form):
+    words = ["--drafter", str(FIXTURES / "drafters" / "eagle3"), "--output", str(tmp_path / "out")]
+    schedule = ["--schedule", str(RESULTS / "estimate.json")]
+    assert main(["export", *words, "--format", form, *schedule]) == 0
+    followed = {"vllm": "tokens_per_batch_size", "sglang": "--speculative-adaptive-config"}
+    assert followed[form] in capsys.readouterr().out

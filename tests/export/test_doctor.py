@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from drafttrain.cli import main
 from drafttrain.commands.doctor import doctor
-from drafttrain.drafters.registry import kind_class
+from drafttrain.drafters.registry import kind_class, load_trained
 from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from drafttrain.export import doctor as module
 from drafttrain.export.tiny_drafters import answered
@@ -319,6 +319,28 @@ def test_the_head_of_another_chat_template(heads, examine, tmp_path, tiny):
     assert accused(examine(folder, texts=0)) == ["chat template"]
     (folder / "chat_template.jinja").write_text(tiny.target.tokenizer.chat_template)
     assert not accused(examine(folder, texts=0))
+
+
+def test_an_adapter_is_examined_with_its_drafter(heads, examine, tmp_path):
+    base = heads["LlamaForCausalLMEagle3"].parent / "ours"
+    adapted = load_trained(str(base))
+    adapted.add_adapters({"r": 2}, str(base))
+    adapted.save_pretrained(tmp_path)
+    rows = examine(tmp_path / "adapter")
+    assert not accused(rows)
+    assert rows["agreement"]["evidence"] and rows["rotary base"]["evidence"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("norm.weight", torch.ones(64, dtype=torch.int64)), ("d2t", torch.zeros(300, 2).long())],
+)
+def test_tensors_of_another_form_are_in_the_table(heads, examine, tmp_path, name, value):
+    def plant(_, weights):
+        weights[name] = value
+
+    folder = rewritten(heads["LlamaForCausalLMEagle3"], tmp_path / "head", plant)
+    assert accused(examine(folder, texts=0))
 
 
 def test_texts_that_cannot_be_written_are_said(heads, examine, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import Gemma3Config, Lfm2VlConfig, LlavaConfig
@@ -11,7 +12,8 @@ from drafttrain.drafters.shipping import Trained, shipping
 from drafttrain.errors import UserError
 from drafttrain.export import engine_runs
 from drafttrain.export.engine_runs import EngineJob, SeenPrompt, Vllm
-from drafttrain.export.verify_matrix import DrafterRows
+from drafttrain.export.verify_export import _log
+from drafttrain.export.verify_matrix import DrafterRows, empty_row
 from drafttrain.formats.engines import ENGINES
 from drafttrain.target.loading import seeing_target
 from tests.data.seeing import PLACEHOLDER, TOKENS, picture
@@ -70,6 +72,22 @@ def test_vllm_gets_markers_and_files_and_our_decoder_the_images(job, monkeypatch
     blind = engine_runs.ours(job._replace(seen={}), None)["tokens"]
     assert found["tokens"][0] == blind[0]
     assert found["tokens"][1] != blind[1]
+
+
+def test_other_images_are_verified_again(job, target, tmp_path):
+    """An interrupted run's rows are of these images, of which ids say nothing."""
+    args = SimpleNamespace(max_new_tokens=6, target=target.path)
+    pictures = [picture(3), picture(4)]
+    shown = target.image_prompt("user: <|image|>, <|image|>?", pictures)
+    assert shown.ids.tolist() == job.prompts[1]
+    other = job._replace(seen={1: SeenPrompt(shown, pictures)})
+    kept = []
+    for each in (job, job, other):
+        log = _log(args, tmp_path / "v.json", [DrafterRows(each, {})], {})
+        kept.append(len(log.rows))
+        log.add({"row": empty_row("eagle3", ENGINES["vLLM"]), "found": {}})
+        log.close()
+    assert kept == [0, 1, 0]
 
 
 def test_an_engine_that_reads_other_tokens_is_refused(job, monkeypatch):

@@ -97,6 +97,14 @@ def test_what_would_end_the_server_is_refused(
     assert server.routes == []
 
 
+def test_a_head_over_the_files_of_the_start_is_refused(start, heads, capsys):
+    server = start()
+    write_head(heads / "a", 3.0, **OWN_OUTPUT)
+    refused(server, capsys, "it was started with folder='a'", heads / "a")
+    assert swap(server, "--drafter", "b") == swap(server, "--drafter", "a") == 0
+    assert values(server) == [3.0]
+
+
 def test_what_the_drafter_shares_with_the_target_is_not_sent(start, heads, capsys):
     for name in "ab":
         write_head(heads / name, 1.0, {"embed_tokens.weight": torch.zeros(4, 2)}, **OWN_OUTPUT)

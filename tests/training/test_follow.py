@@ -21,6 +21,8 @@ from drafttrain.target import Target
 from drafttrain.training.continued import continued
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.draft_models import make_drafter as make_draft_model
+from tests.drafters.helpers import make_heads
+from tests.files import dump_json
 
 PROMPTS = [[5, 6, 7 + number, 8] for number in range(12)]
 
@@ -171,6 +173,16 @@ def test_the_tensors_are_those_of_the_export(head_folder, tmp_path):
     exported = read_weights(tmp_path / "export")
     assert sent.keys() == exported.keys()
     assert all(torch.equal(sent[name], exported[name]) for name in sent)
+
+
+@pytest.mark.parametrize(("heads", "tuned", "sent"), [(2, "", 2), (5, "chain:4", 4)])
+def test_as_many_medusa_heads_are_sent_as_its_export_has(tmp_path, heads, tuned, sent):
+    make_heads(make_target(), "medusa", num_heads=heads).save_pretrained(tmp_path)
+    if tuned:
+        dump_json(tmp_path / "decoding.json", {"tree": "fanout:2,2", "chain": tuned})
+    follower = Follower(str(tmp_path), moved(), make_tokenizer())
+    found = {name.split(".")[1] for name in follower.tensors() if name.startswith("blocks.")}
+    assert len(found) == sent
 
 
 def test_a_saved_follower_goes_on_to_the_bit(head_folder, tmp_path):

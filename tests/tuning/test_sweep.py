@@ -144,6 +144,13 @@ def test_every_axis_of_numbers_has_its_crossover(capsys):
     assert "no crossover: one batch size was measured" in shown
     assert all(state in shown for state in ("pays", "does not pay", "inconclusive"))
 
+    # Without baselines nothing crosses, however many sizes there were.
+    for row, size in zip(rows, (1, 4, 16), strict=True):
+        row |= {"cell": base | {"batch_size": size}, "speedup_vs_fastest": None, "speedup": {}}
+        row["confidence"] = {}
+    sweep.print_summary(rows)
+    assert "one batch size" not in capsys.readouterr().out
+
 
 def test_prompts_are_lengthened_to_a_few_tokens(target, suite):
     loaded = load_suite(str(suite))
