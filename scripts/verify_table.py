@@ -1,6 +1,8 @@
 """Gathers what `drafttrain verify` wrote into eval/results/verify_matrix.json and its table into docs/serving.md.
 
 python scripts/verify_table.py OUTPUT_DIR/*.json    # of scripts/verify_engines_cpu.sh; without files: the table only
+
+Kinds that no file has keep their earlier run.
 """
 
 from __future__ import annotations
@@ -31,6 +33,18 @@ def gathered(files: list[str]) -> dict:
         )
         runs[-1].pop("transformers", None)
     return {"runs": runs}
+
+
+def measured(run: dict) -> set[tuple[bool, str]]:
+    """Whether the drafters of a run are trained ones, and their kinds."""
+    return {("drafter" in run, row["kind"]) for row in run["rows"]}
+
+
+def updated(earlier: dict, new: dict) -> dict:
+    """All runs: the new ones, and earlier ones of other drafters."""
+    done = set().union(*map(measured, new["runs"]))
+    kept = [run for run in earlier["runs"] if not measured(run) <= done]
+    return {"runs": kept + new["runs"]}
 
 
 def cell(row: dict) -> str:
@@ -81,6 +95,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("files", nargs="*", help="written by drafttrain verify --engine all")
     if files := parser.parse_args().files:
-        MATRIX.write_text(json.dumps(gathered(files), indent=1) + "\n")
+        matrix = updated(json.loads(MATRIX.read_text()), gathered(files))
+        MATRIX.write_text(json.dumps(matrix, indent=1) + "\n")
     PAGE.write_text(page(json.loads(MATRIX.read_text())))
     print(f"wrote {PAGE}")
