@@ -184,7 +184,7 @@ class PathHeads(TrainableDrafter):
         for index, fit in fits.items():
             if not fit.count:  # no response is as long
                 continue
-            found = fit.solve(each=True)
+            found = fit.solve(least=1e-3)
             # Of the target's power, a map m explains 2 m xy - m xx m'.
             crossed = (2 * found * fit.xy.T).sum()
             own = ((found @ fit.xx) * found).sum()

@@ -231,10 +231,14 @@ class LeastSquares:
             self.xy = xy
         self.count += len(x)
 
-    def solve(self, each: bool = False) -> Tensor:
-        """[o, i]. each: the ridge is a share of each input's own power, as they differ by orders of magnitude."""
+    def solve(self, least: float | None = None) -> Tensor:
+        """[o, i]. The ridge is a share of the inputs' mean power. With `least` it is one of each
+        input's own power, which differ by orders of magnitude, but at least of this part of the mean.
+        """
         power = self.xx.diagonal()  # [i]
-        scale = power + 1e-6 if each else power.mean().expand_as(power)
+        scale = power.mean().expand_as(power)
+        if least is not None:
+            scale = torch.maximum(power, least * scale) + 1e-6
         return torch.linalg.solve(self.xx + (RIDGE * scale).diag(), self.xy).T
 
 
@@ -507,7 +511,7 @@ def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
         embeds, features, hidden = anchor_rows(drafter, batch, source)
         joint.add(torch.cat((unit(embeds), features), dim=-1), unit(hidden))
         squares += float(hidden.square().mean(-1).sum())
-    drafter.fc.weight.copy_(joint.solve(each=True)[:, h:])
+    drafter.fc.weight.copy_(joint.solve(least=0.0)[:, h:])
     drafter.hidden_norm.weight.fill_(1.0)
 
     # The map that attention computes, of embeddings and fused features.
@@ -518,7 +522,7 @@ def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
         both = torch.cat((unit(embeds), drafter.fuse(features).float()), dim=-1)
         fitted.add(both, unit(hidden))
         mean += both.sum(0)
-    maps = fitted.solve(each=True)
+    maps = fitted.solve(least=0.0)
     covariance = fitted.xx / fitted.count
     explained = float(((maps @ covariance) * maps).sum() / h)
 
