@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
+from transformers import TrainingArguments
 
 from drafttrain.batch import anchors_by_depth
 from drafttrain.config import TrainConfig
@@ -162,20 +163,9 @@ def test_all_processes_of_a_group_read_each_batch():
 def measured(drafter, target, rows, rank: int, board: Board, sharing: int) -> dict[str, float]:
     """`evaluate` of one of the processes of a board, with the sums that they take together."""
     world = board.size
-    args = SimpleNamespace(
-        world_size=world,
-        process_index=rank,
-        device=torch.device("cpu"),
-        eval_batch_size=2,
-        train_sampling_strategy="sequential",
-        dataloader_drop_last=False,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        dataloader_persistent_workers=False,
-        dataloader_prefetch_factor=None,
-        dataloader_multiprocessing_context=None,
-        dataloader_in_order=True,
-    )
+    given = vars(TrainingArguments("out", use_cpu=True, train_sampling_strategy="sequential"))
+    own = {"world_size": world, "process_index": rank, "device": torch.device("cpu")}
+    args = SimpleNamespace(**{**given, **own, "eval_batch_size": 2, "dataloader_pin_memory": False})
     accelerator = SimpleNamespace(
         prepare=lambda loader: prepare_data_loader(loader, num_processes=world, process_index=rank),
         reduce=lambda value: sum(board.all(rank, value)),

@@ -521,12 +521,10 @@ def test_rows_that_no_prompt_comes_of_are_left_out(seeing, tmp_path):
         {"messages": [{"role": "user", "content": [image, *parts]}]},
         {"messages": [{"role": "user", "content": parts}]},
         {"text": "<image> q", "image": "x.png"},
-        {"text": "in the suite"},
     ]
-    file = tmp_path / "rows.jsonl"
-    write_jsonl(file, rows)
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     exclude = frozenset({"in the suite"})
-    (ids,) = tuning.calibration_prompts(target, str(file), {}, exclude)
+    (ids,) = tuning.calibration_prompts(target, str(tmp_path / "rows.jsonl"), {}, exclude)
     assert "what is it" in target.tokenizer.decode(ids)
 
 
