@@ -465,7 +465,7 @@ class TokenTree:
         ids = self.tokens.tolist()
         above = list(self.parents)
         depths = self.depths
-        place = self._places()
+        place = self.places()
         nodes: list[int] = []
         for token, parent in zip(tokens, parents, strict=True):
             under = -1

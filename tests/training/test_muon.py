@@ -15,7 +15,7 @@ from drafttrain.training.acceleration import optimizer_of
 from drafttrain.training.arguments import training_arguments
 from drafttrain.tuning.plan_memory import Memory
 from tests.drafters.helpers import make_drafter
-from tests.tuning.test_plan import SETTING
+from tests.tuning.settings import SETTING
 
 RATE = 0.02
 
