@@ -681,10 +681,10 @@ def changed_keys(trained: Json, wished: Json) -> list[str]:
     before |= before["trainer"]
     wished = wished | wished["trainer"]
     changed = []
-    for name in dict.fromkeys((*wished, *sorted(before["trainer"]))):
+    for name in sorted({*wished, *before["trainer"]} - WITHOUT_EFFECT - {"trainer"}):
         was = before.get(name)
         now = wished.get(name)
-        if was != now and name not in WITHOUT_EFFECT and name != "trainer":
+        if was != now:
             changed.append(f"{name}={shown(now)} (was {shown(was)})")
     return changed
 

@@ -78,7 +78,6 @@ class FollowPolicy(TrainerCallback):
                 "FollowPolicy needs a follower of the policy in memory and its tokenizer"
             )
         self.follower = follower
-        self.policy = follower.policy
         self.tokenizer = follower.tokenizer
         self.every = every
         self.send = send
@@ -113,7 +112,8 @@ class FollowPolicy(TrainerCallback):
         seed = args["seed"] + answers * trainer.args.world_size
         seed += len(ids) * trainer.args.process_index
         kept[_ANSWERS] = answers + len(ids)
-        with decoding(self.policy, self.tokenizer) as target:
+        policy: nn.Module = self.follower.policy  # type: ignore[assignment]  # no name
+        with decoding(policy, self.tokenizer) as target:
             made = generate(
                 target,
                 ids,
@@ -167,7 +167,7 @@ class FollowPolicy(TrainerCallback):
     ) -> None:
         """Takes the trainer's policy, which PEFT may have wrapped meanwhile, and its state."""
         self._state = state
-        self.policy = self.follower.policy = given["model"]
+        self.follower.policy = given["model"]
         self._kwargs = vars(args).get("chat_template_kwargs")
 
     def on_step_end(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LONGEST = 128  # texts of a bucket that a text is compared with
+_ALIKE = 0.7  # share of equal permutations from which texts are duplicates
 _UNREADABLE = {"Cc", "Cn", "Co", "Cs"}  # Unicode categories
 _PERMUTATIONS = 64
 _BANDS = 16  # of 4 bytes
@@ -79,13 +80,12 @@ class NearDuplicates:
     Source: Broder, On the resemblance and containment of documents (1997).
     """
 
-    def __init__(self, threshold: float = 0.7):
+    def __init__(self) -> None:
         random = np.random.default_rng(0)
         shape = (_PERMUTATIONS, 1)
         factors = random.integers(1, 2**61, size=shape, dtype=np.uint64)
         self.factors = factors | np.uint64(1)  # odd ones lose no bits
         self.offsets = random.integers(0, 2**61, size=shape, dtype=np.uint64)
-        self.threshold = threshold
         self.count = 0
         # [texts, permutations]; a power of two of rows
         self.signatures = np.zeros((1024, _PERMUTATIONS), np.uint8)
@@ -141,7 +141,7 @@ class NearDuplicates:
                 index = int(self._older[index, band])
         if candidates:
             shares = (self.signatures[list(candidates)] == signature).mean(axis=1)
-            if shares.max() >= self.threshold:
+            if shares.max() >= _ALIKE:
                 return True
 
         # Store it as the newest text of its buckets.

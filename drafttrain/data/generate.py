@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         if layers:
             # The layers' states and the last one, at 2 bytes a number.
             row_bytes = (len(layers) + 1) * target.hidden_size * 2
-            check_space(store.directory, feature_bytes(mine, args, settings, row_bytes), "features")
+            check_space(store.directory, feature_bytes(mine, args, settings, row_bytes))
 
         this_run = run_counts(0, 0, 0.0, {})
         if existing or mine:

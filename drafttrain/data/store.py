@@ -183,17 +183,16 @@ def not_written(directory: Path, kept: str, error: Exception) -> UserError:
 def check_space(
     directory: Path,
     needed: float,
-    what: str,
     remedy: str = "choose another disk, fewer prompts or --features none",
 ) -> None:
-    """Checks before any work that `needed` bytes are free.
+    """Checks before any work that `needed` bytes of features have room.
 
-    Raises UserError: they are not; with what needs them, and a remedy.
+    Raises UserError: they have not; with a remedy.
     """
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise UserError(
-            f"output={str(directory)!r}: {what} need about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; {remedy}"
+            f"output={str(directory)!r}: features need about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; {remedy}"
         )
 
 

@@ -203,7 +203,7 @@ def extract(
             flush=True,
         )
     remedy = "choose another disk for the data, --top-k 64, fewer --layers, --max-length"
-    check_space(root, needed, "features", remedy)
+    check_space(root, needed, remedy)
 
     # Shards are written before their process ends; those of a killed one are computed again.
     writer = ShardWriter(root / "features", share.rank)

@@ -10,7 +10,6 @@ The optimizer stays between calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,12 +126,12 @@ class ContinuedTraining:
 
 def continued(target: Target, name: str) -> TrainableDrafter:
     """A trained drafter to be trained further for a target, as it was; see `Drafter.begin`."""
-    kind: Any = kind_class(kind_of(name))
+    kind = kind_class(kind_of(name))
     folder = drafter_folder(name)
-    saved = kind.saved_config(folder)
+    saved = kind.saved_config(folder)  # type: ignore[attr-defined]  # of kinds with weights
     options = {key: getattr(saved, key) for key in saved.recipe_keys}
     loss = options.pop("loss")
-    drafter: TrainableDrafter = kind.begin(target, name, options, loss)
+    drafter: TrainableDrafter = kind.begin(target, name, options, loss)  # type: ignore[assignment]
     return drafter.to(target.device)  # type: ignore[arg-type]
 
 

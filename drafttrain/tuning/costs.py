@@ -185,11 +185,7 @@ def model_sizes(model: PreTrainedModel, config: PretrainedConfig) -> Sizes:
     rank = read("kv_lora_rank")
     if rank:  # latent attention caches one compressed vector, and a rotated part
         per_layer = rank + (read("qk_rope_head_dim") or 0)
-    experts = 0
-    for name in _EXPERT_COUNTS:
-        count = read(name)
-        if count and not experts:
-            experts = count
+    experts = next(filter(None, map(read, _EXPERT_COUNTS)), 0)
 
     always = 0
     routed = 0

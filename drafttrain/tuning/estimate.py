@@ -22,7 +22,7 @@ from drafttrain.drafters.registry import is_untrained
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results
 from drafttrain.evaluation.verdicts import crossover
-from drafttrain.files import Json, write_json
+from drafttrain.files import Json, value_of, write_json
 from drafttrain.folders import inputs_of, output_file
 from drafttrain.formats.weights import file_shapes
 from drafttrain.outcome import command_line, conclude, next_command
@@ -86,10 +86,7 @@ def profile_of(results: Json) -> Profile:
     depth = len(joint)
     if tree.get("depth"):  # a match may be longer than the tree is deep
         depth = min(depth, tree["depth"])
-    nodes = depth
-    if tree.get("budget"):
-        nodes = max(depth, tree["budget"])
-    return Profile(joint[:depth], nodes)
+    return Profile(joint[:depth], max(depth, value_of(tree, "budget", 0)))
 
 
 def estimate(

@@ -250,11 +250,8 @@ def _step_setting(setting: Setting, trains: bool) -> StepSetting:
     source: Literal["online", "states", "none"] = "states"
     if setting.states == "online" or setting.states == "none":
         source = setting.states
-    rows = setting.rows
-    if not trains:
-        rows = setting.eval_rows
     return StepSetting(
-        rows=rows,
+        rows=setting.rows if trains else setting.eval_rows,
         length=setting.length,
         prompt=setting.prompt,
         gpu=setting.gpu,

@@ -450,15 +450,17 @@ class CostModel:
             # A size may be missing in one: near the token limit trees are cut.
             return {part: (one[part] + two[part]) / 2 for part in one if part in two}
 
+        single = means(self.single, other.single)
         return CostModel(
-            verify=means(self.verify, other.verify),
-            draft=means(self.draft, other.draft),
-            match=(self.match + other.match) / 2,
-            read=(self.read + other.read) / 2,
-            read_prompt=(self.read_prompt + other.read_prompt) / 2,
-            around=(self.around + other.around) / 2,
-            prompt=(self.prompt + other.prompt) / 2,
+            means(self.verify, other.verify),
+            means(self.draft, other.draft),
+            **single,
         )
+
+    @property
+    def single(self) -> dict[str, float]:
+        """The parts that are one number each."""
+        return {name: cost for name, cost in vars(self).items() if isinstance(cost, float)}
 
     def table(self) -> Json:
         """The costs in milliseconds, for JSON."""
@@ -468,15 +470,10 @@ class CostModel:
         drafting: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for (k, depth), seconds in self.draft.items():
             drafting[str(k)][str(depth)] = round(1000 * seconds, 3)
-        return {
-            "verification_ms": verification,
-            "drafting_ms": dict(drafting),
-            "match_ms": round(1000 * self.match, 4),
-            "read_ms": round(1000 * self.read, 4),
-            "read_prompt_ms": round(1000 * self.read_prompt, 4),
-            "around_ms": round(1000 * self.around, 4),
-            "prompt_ms": round(1000 * self.prompt, 4),
-        }
+        found: Json = {"verification_ms": verification, "drafting_ms": dict(drafting)}
+        for name, seconds in self.single.items():
+            found[f"{name}_ms"] = round(1000 * seconds, 4)
+        return found
 
 
 def _interpolate(known: dict[int, float], at: float) -> float:

@@ -95,6 +95,7 @@ TIE = 0.02  # a simpler tree is kept if it is slower by at most this, and not be
 # relative difference of prediction and measurement that is pointed out if it lies beyond the
 # interval
 PARTED = 0.05
+SHOWN = 12  # candidates of a table
 _NONE = TreeSpec.parse("none")
 
 
@@ -252,11 +253,8 @@ def predict(spec: TreeSpec, tracks: Sequence[Track], costs: CostModel) -> Predic
         seconds += costs.read_prompt * prompt_tokens
 
     tokens = sum(done.committed for done in rounds)
-    rate = 0.0
-    if seconds:
-        rate = tokens / seconds
     request_seconds = seconds + costs.prompt * prompt_tokens
-    return Prediction(spec, rate, tokens / len(rounds), request_seconds)
+    return Prediction(spec, tokens / seconds, tokens / len(rounds), request_seconds)
 
 
 @dataclass
@@ -322,9 +320,9 @@ class Search:
                 found.append(each)
         return [each.spec for each in found[:FINALISTS]]
 
-    def table(self, count: int = 12, picked: Prediction | None = None) -> list[Json]:
+    def table(self, picked: Prediction | None = None) -> list[Json]:
         """The fastest candidates, the picked one and plain decoding, as rows of results.json."""
-        shown = self.choices[:count]
+        shown = self.choices[:SHOWN]
         for each in (picked, self.plain):
             if each is not None and each not in shown:
                 shown.append(each)
@@ -332,7 +330,7 @@ class Search:
 
     def row(self, each: Prediction) -> Json:
         """A candidate as a row of results.json."""
-        plain = self.plain.tokens_per_second or 1.0
+        plain = self.plain.tokens_per_second
         return {
             "tree": str(each.spec),
             "tokens_per_second": round(each.tokens_per_second, 3),
@@ -468,9 +466,10 @@ def measure(
             for name, (answer,) in by_turns(sides, request, turn):
                 figures = cast("EngineSide", answer.figures)
                 decoding = figures["latency"] - figures["ttft"]  # seconds without the prefill
-                seconds[repeat, number[name], prompt] = max(decoding, 1e-9)
-                requests[repeat, number[name], prompt] = figures["latency"]
-                tokens[number[name], prompt] = max(figures["tokens"] - 1, 1)
+                row = number[name]
+                seconds[repeat, row, prompt] = max(decoding, 1e-9)
+                requests[repeat, row, prompt] = figures["latency"]
+                tokens[row, prompt] = max(figures["tokens"] - 1, 1)
                 meter.advance()
     return Timings(tokens, np.median(seconds, axis=0), np.median(requests, axis=0))
 
@@ -648,11 +647,11 @@ def simplest(timings: Timings, specs: Sequence[TreeSpec]) -> int:
     """
     best = max(range(len(specs)), key=timings.rate)
     least = (1 - TIE) * timings.rate(best)
-    close = [best]
+    close = []
     for side in range(len(specs)):
-        if side != best and timings.rate(side) >= least and not timings.faster(best, side):
+        if timings.rate(side) >= least and not timings.faster(best, side):
             close.append(side)
-    return min(sorted(close), key=lambda side: effort(specs[side]))
+    return min(close, key=lambda side: effort(specs[side]))
 
 
 def keep(timings: Timings) -> int:

@@ -234,9 +234,9 @@ def test_full_disk_keeps_whole_lines(tmp_path, monkeypatch):
 def test_space_is_checked_before(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: usage(0, 0, 3e9))
-    check_space(tmp_path, 2.9e9, "features")
+    check_space(tmp_path, 2.9e9)
     with pytest.raises(UserError, match=r"features need about 35.0 GB, 3.0 GB are free"):
-        check_space(tmp_path, 35e9, "features")
+        check_space(tmp_path, 35e9)
 
 
 # -- features -----------------------------------------------------------------------------------------------------

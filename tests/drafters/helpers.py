@@ -39,6 +39,12 @@ def make_drafter(target, kept=None, **options):
     return drafter
 
 
+def new_drafter(kind: str, **options):
+    """What builds a new drafter of a target."""
+    cls = kind_class(kind)
+    return lambda target: cls(cls.config_class.for_target(target, **options))
+
+
 def make_batch(lengths=(17, 11), start=4, seed=5):
     """Rows of random tokens, a conversation each; row i responds from token start + i on."""
     generator = torch.Generator().manual_seed(seed)

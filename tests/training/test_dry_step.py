@@ -9,10 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import StepInputs
-from drafttrain.drafters.registry import kind_class
 from drafttrain.states.source import TargetSource
 from drafttrain.target import Target
 from drafttrain.training.dry_step import StepSetting, dry_step
+from tests.drafters.helpers import new_drafter
 
 ROWS = 2
 LENGTH = 384
@@ -32,12 +32,6 @@ SHAPES = {
 
 def config(**sizes):
     return LlamaConfig(**{**SHAPES, **sizes})
-
-
-def new_drafter(kind: str, **options):
-    """What builds a new drafter of a target."""
-    cls = kind_class(kind)
-    return lambda target: cls(cls.config_class.for_target(target, **options))
 
 
 def allocated(run) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from drafttrain.config import TrainConfig
 from drafttrain.errors import UserError
 from drafttrain.training.acceleration import optimizer_of
 from drafttrain.training.arguments import training_arguments
-from drafttrain.tuning.plan_memory import Memory, Setting
+from drafttrain.tuning.plan_memory import Memory
 from tests.drafters.helpers import make_drafter
+from tests.tuning.settings import SETTING
 
 RATE = 0.02
 
@@ -51,18 +53,7 @@ def test_a_plan_counts_the_states_that_training_holds(target, tmp_path):
         if name != "step"
     )
     memory = Memory(target.model.config, "kl", make_drafter)
-    setting = Setting(
-        rows=2,
-        length=16,
-        eval_rows=0,
-        prompt=2,
-        gpu=False,
-        target_dtype=torch.float32,
-        half=False,
-        checkpointing=False,
-        states="online",
-        muon=True,
-    )
+    setting = replace(SETTING, rows=1, length=16, prompt=2, muon=True)
     assert memory.parts(setting)["optimizer"] == held
 
 

@@ -22,7 +22,7 @@ from drafttrain.target.own_layer import OwnLayer, spec_of
 from drafttrain.target.parts import build_language_model
 from drafttrain.training.arguments import KEYS
 from drafttrain.training.dry_step import StepSetting, dry_step
-from tests.training.test_dry_step import new_drafter
+from tests.drafters.helpers import new_drafter
 
 # Weights of the text model, without images and prediction modules: model cards and technical reports; Gemma 3 as Keras counts it.
 PUBLISHED = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
+from transformers import TrainerState, TrainingArguments
 
 from drafttrain.batch import anchors_by_depth
 from drafttrain.config import TrainConfig
@@ -162,28 +163,16 @@ def test_all_processes_of_a_group_read_each_batch():
 def measured(drafter, target, rows, rank: int, board: Board, sharing: int) -> dict[str, float]:
     """`evaluate` of one of the processes of a board, with the sums that they take together."""
     world = board.size
-    args = SimpleNamespace(
-        world_size=world,
-        process_index=rank,
-        device=torch.device("cpu"),
-        eval_batch_size=2,
-        train_sampling_strategy="sequential",
-        dataloader_drop_last=False,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        dataloader_persistent_workers=False,
-        dataloader_prefetch_factor=None,
-        dataloader_multiprocessing_context=None,
-        dataloader_in_order=True,
-    )
+    given = vars(TrainingArguments("out", use_cpu=True, train_sampling_strategy="sequential"))
+    own = {"world_size": world, "process_index": rank, "device": torch.device("cpu")}
+    args = SimpleNamespace(**{**given, **own, "eval_batch_size": 2, "dataloader_pin_memory": False})
     accelerator = SimpleNamespace(
         prepare=lambda loader: prepare_data_loader(loader, num_processes=world, process_index=rank),
         reduce=lambda value: sum(board.all(rank, value)),
     )
     group = ThreadGroup(board, rank, sharing) if sharing > 1 else None
     source = TargetSource(target, drafter.feature_layers, drafter.kept_ids)
-    state = SimpleNamespace(global_step=0)
-    step = TrainingStep(drafter, target, source, args, state, accelerator, group)
+    step = TrainingStep(drafter, target, source, args, TrainerState(), accelerator, group)
     nothing = SimpleNamespace(eval=lambda: None, write_held_out=lambda *_: None)
     training = SimpleNamespace(
         run=SimpleNamespace(drafter=drafter, held_out=rows, source=source, sequence=group),
@@ -200,19 +189,17 @@ def measured(drafter, target, rows, rank: int, board: Board, sharing: int) -> di
 def test_held_out_rows_that_fill_up_the_last_batch_count_once(sharing):
     target = the_target()
     drafter = drafter_of("eagle3", target)
-    rows = []
-    for index, length in enumerate((9, 14, 7, 12, 20)):
-        tokens = torch.randint(5, 200, (length,)).tolist()
-        rows.append({"tokens": tokens, "spans": [[2, length]], "length": length, "index": index})
-    dataset = Dataset.from_list(rows)
-    alone = measured(drafter, target, dataset, 0, Board(1), 1)
-    board = Board(2)
-    with ThreadPoolExecutor(2) as pool:
-        tasks = [
-            pool.submit(measured, drafter, target, dataset, rank, board, sharing) for rank in (0, 1)
+    rows = Dataset.from_list(
+        [
+            {"tokens": [*range(n, 2 * n)], "spans": [[2, n]], "length": n, "index": n}
+            for n in (9, 14, 7, 12, 20)
         ]
-    for task in tasks:
-        assert task.result() == pytest.approx(alone, abs=2e-4)
+    )
+    alone = measured(drafter, target, rows, 0, Board(1), 1)
+    run = functools.partial(measured, drafter, target, rows, board=Board(2), sharing=sharing)
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(run, (0, 1)):
+            assert found == pytest.approx(alone, abs=2e-4)
 
 
 def arguments_of(**changes):

@@ -23,7 +23,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import summarize
 from drafttrain.evaluation.verdicts import judge, verdict_of
 from drafttrain.files import write_jsonl
-from drafttrain.inference import Decoder, SamplingParams, generate_batch, static
+from drafttrain.inference import Decoder, SamplingParams, static
 from drafttrain.tuning import replay as costs_module
 from drafttrain.tuning import tune as tuning
 from drafttrain.tuning.replay import (
@@ -521,19 +521,16 @@ def test_rows_that_no_prompt_comes_of_are_left_out(seeing, tmp_path):
         {"messages": [{"role": "user", "content": [image, *parts]}]},
         {"messages": [{"role": "user", "content": parts}]},
         {"text": "<image> q", "image": "x.png"},
-        {"text": "in the suite"},
     ]
-    file = tmp_path / "rows.jsonl"
-    write_jsonl(file, rows)
-    exclude = frozenset({"in the suite"})
-    (ids,) = tuning.calibration_prompts(target, str(file), {}, exclude)
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    file = str(tmp_path / "rows.jsonl")
+    (ids,) = tuning.calibration_prompts(target, file, {}, exclude={"in the suite"})
     assert "what is it" in target.tokenizer.decode(ids)
 
 
 def test_answers_of_one_token_tell_nothing(target):
     drafter = load_drafter("ngram", target)
-    (first,) = generate_batch(target, None, [[5, 6, 7]], max_new_tokens=1)
-    target.eos_ids = {first.tokens[0]}
+    target.eos_ids = set(range(target.vocab_size))
     with pytest.raises(UserError, match="ends its answers to all prompts at once"):
         tuning.search_tree(target, drafter, [[5, 6, 7]], tuning.TuneSettings(tokens=8))
 
