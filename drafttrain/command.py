@@ -681,7 +681,8 @@ def shell_of(function: Function, switches: Mapping[str, str]) -> Function:
 
     shell.__annotations__ = {}  # a command may have a parameter named flags
     shown = [_shown(one, function) for one in cli_parameters(function)]
-    shown += [_switch(switch, text) for switch, text in switches.items()]
+    for switch, text in switches.items():
+        shown.append(_flag(switch, bool, False, {"help": text, "show_default": False}))
     for schema in schemas_of(function):
         shown += [_key(line) for line in table(schema)]
     # Python wants positional parameters first.
@@ -734,10 +735,6 @@ def _flag(
     return inspect.Parameter(
         key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
-
-
-def _switch(name: str, text: str) -> inspect.Parameter:
-    return _flag(name, bool, False, {"help": text, "show_default": False})
 
 
 def _key(line: KeyLine) -> inspect.Parameter:
