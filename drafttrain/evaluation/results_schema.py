@@ -198,10 +198,13 @@ class SweepSettings(TypedDict, total=False):
 
 
 class SweepNote(TypedDict):
-    """What a sweep adds to the results of a cell. key: hash of all that they depend on."""
+    """What a sweep adds to the results of a cell. key: hash of what they depend on; target_files: of
+    a local target's files, which 0.1 did not note.
+    """
 
     cell: SweepSettings
     key: str
+    target_files: NotRequired[str]
 
 
 class Provenance(TypedDict, total=False):

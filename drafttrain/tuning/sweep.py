@@ -93,11 +93,12 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
     target: Target | None = None
     drafter: Drafter | None = None
     dtype = ""  # of the loaded target
+    files = fingerprint({"files": folder_state(args.target)})
     summary: list[Json] = []
     for number, (cell, settings) in enumerate(every, 1):
         print(f"cell {number} of {len(every)}: {describe(cell)}")
-        key = key_of(args, cell, suite)
-        results = finished(settings.output, key)
+        note: Json = {"cell": cell, "key": key_of(args, cell, suite), "target_files": files}
+        results = finished(settings.output, note)
         if results is None:
             if target is None or dtype != cell["dtype"]:
                 dtype = cell["dtype"]
@@ -106,7 +107,7 @@ def measure_cells(args: argparse.Namespace, folder: Path) -> list[Json]:
                 drafter = load_drafter(args.drafter, target)
             longer = lengthen(target, suite, cell["context"], args.max_new_tokens)
             results = runner.evaluate(settings, target, drafter, longer, find_tree(settings))
-            results["sweep"] = {"cell": cell, "key": key}
+            results["sweep"] = note
             write_json(settings.output, results)
 
         row = {
@@ -194,15 +195,11 @@ def key_of(args: argparse.Namespace, cell: Json, suite: Suite) -> str:
     settings |= cell
     settings["suite"] = suite.digest
     settings["files"] = folder_state(split_name(args.drafter)[0])
-    # Cells of a target on the Hub that earlier versions measured stay finished.
-    files = folder_state(args.target)
-    if files:
-        settings["target_files"] = files
     return fingerprint(settings)
 
 
-def finished(path: Path, key: str) -> Json | None:
-    """The results of a cell that was measured before with the same key.
+def finished(path: Path, note: Json) -> Json | None:
+    """The results of a cell that was measured before with the same key and files of the target.
 
     Raises:
         UserError: damaged results.
@@ -211,7 +208,9 @@ def finished(path: Path, key: str) -> Json | None:
         return None
     fix = "delete that file to measure its cell again"
     results: Json = {**read_json(path, "results", fix, Results)}
-    if results.get("sweep", {}).get("key") == key:
+    earlier = results.get("sweep", {})
+    files = note["target_files"]  # earlier versions did not note them
+    if earlier.get("key") == note["key"] and earlier.get("target_files", files) == files:
         return results
     return None
 

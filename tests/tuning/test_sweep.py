@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 
 import pytest
@@ -9,7 +10,7 @@ from drafttrain.evaluation import runner
 from drafttrain.evaluation.suites import load_suite
 from drafttrain.evaluation.verdicts import crossovers
 from drafttrain.tuning import sweep
-from tests.files import load_json
+from tests.files import ROOT, load_json
 
 
 @pytest.fixture
@@ -76,13 +77,16 @@ def test_cells_that_were_measured_without_ngrams_alone_stay_finished(suite):
     assert key("autoregressive,ngram") == key("autoregressive") != key("none")
 
 
-def test_cells_of_a_target_whose_files_changed_are_measured_again(suite, tmp_path):
-    settings = {"target": str(tmp_path), "drafter": "ngram", "device": "cpu", "limit": 2, "seed": 0}
-    args = Namespace(**settings, max_new_tokens=4, baselines="none")
-    questions = load_suite(str(suite))
-    before = sweep.key_of(args, {"tree": "chain:2"}, questions)
-    (tmp_path / "model.safetensors").write_text("other weights")
-    assert sweep.key_of(args, {"tree": "chain:2"}, questions) != before
+def test_cells_of_a_target_whose_files_changed_are_measured_again(tmp_path):
+    path = tmp_path / "cell.json"
+    note = {"cell": {}, "key": "k", "target_files": "a"}
+    results = load_json(ROOT / "tests" / "fixtures" / "results" / "eagle3.json")
+    for earlier in (note, {"cell": {}, "key": "k"}):  # 0.1 noted no files
+        path.write_text(json.dumps({**results, "sweep": earlier}))
+        assert sweep.finished(path, note) is not None
+    path.write_text(json.dumps({**results, "sweep": note}))
+    assert sweep.finished(path, {**note, "target_files": "b"}) is None
+    assert sweep.finished(path, {**note, "key": "other"}) is None
 
 
 def test_axes_one_at_a_time_or_crossed():
