@@ -380,14 +380,14 @@ class Adaptive:
         nodes = np.zeros(len(self.levels))
         for done in self._unread:
             rows += done.rows
-            own = 0  # accepted tokens of the drafted trees
+            own = 0.0  # accepted tokens at this level
             for tree, path in done.drafted:
                 own_accepted, own_nodes = smaller_parts(
                     tree, path, self._depths, self._budgets, self._most
                 )
                 accepted += own_accepted
                 nodes += own_nodes
-                own += len(path)
+                own += float(own_accepted[level])
             # Recent rounds replace the mean where they differ from it by more than chance.
             off = own / done.rows - float(self._accepted[level])
             self._drift += (off - self._drift) / _RECENT
