@@ -109,7 +109,7 @@ def test_cells_of_a_sweep(path, fault, seed):
     dump_json(path, fault.apply(cell, Random(seed)))
 
     def call():
-        results = sweep.finished(path, cell["sweep"]["key"])
+        results = sweep.finished(path, {**cell["sweep"], "target_files": "hash"})
         if results is not None:
             figures = {name: results["overall"].get(name) for name in sweep.FIGURES}
             row = {
