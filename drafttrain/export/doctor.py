@@ -81,8 +81,9 @@ def releases_of(text: str) -> Json:
 def read_head(args: argparse.Namespace) -> Patient:
     """The head as import reads it, with what it refuses, and its agreement with the target."""
     folder = checkpoint_folder(args.head, args.allow_pickle)
+    is_adapted = is_adapter(folder)
     config = {}
-    if not is_adapter(folder):
+    if not is_adapted:
         config = read_config(folder)
     shell = load_shell(args.target, trust_remote_code=args.trust_remote_code)
     target: Target = shell
@@ -104,7 +105,7 @@ def read_head(args: argparse.Namespace) -> Patient:
     for path in folder.glob("chat_template.jinja"):
         patient.template = path.read_text(encoding="utf-8")
     try:
-        if is_adapter(folder):
+        if is_adapted:
             head: TrainableDrafter = adapted(folder, shell)
             patient.keys = dict(entries(head.config.to_dict()))
             patient.weights = head.state_dict()

@@ -97,8 +97,8 @@ class SglangSwapper(Swapper):
             folder = Path(served["root"], str(body["folder"]))
             if version == _STARTED and folder.resolve() == first:
                 raise SwapRefused(
-                    f"it was started with folder={body['folder']!r}, and nothing tells whether the files are "
-                    "still those; export another head to a folder beside it"
+                    f"it was started with folder={body['folder']!r}, whose files may have changed since; export "
+                    "the new head to another folder beside it"
                 )
             new = read_head(folder, str(body["folder"]), started.size + 1_000_000)
             check_head(new, started, str(info.get("speculative_algorithm")))

@@ -29,11 +29,7 @@ from drafttrain.files import Json
 from drafttrain.states.ahead import Inputs
 from drafttrain.training.acceleration import OneProcess, is_deepspeed
 from drafttrain.training.limits import SaveOnTerm
-from drafttrain.training.order import (
-    announced_batches,
-    announced_steps,
-    held_out_loader,
-)
+from drafttrain.training.order import announced_batches, announced_steps, held_out_loader
 from drafttrain.training.run import Training
 
 B = TypeVar("B")  # a micro-batch

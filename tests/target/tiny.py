@@ -1,4 +1,4 @@
-"""The sizes of tiny targets whose layers are told by their modules."""
+"""Sizes of a tiny target, for tests of layers that qualify by their modules."""
 
 SIZE = {
     "hidden_size": 40,
