@@ -2,19 +2,21 @@
 
 from drafttrain.losses.divergence import (
     DIVERGENCES,
+    Aligned,
     DivergenceOutput,
     LazyRows,
+    SharedHead,
     TargetRows,
     Targets,
     linear_divergence,
     tempered,
 )
-from drafttrain.losses.shared_head import SharedHead
 from drafttrain.losses.spec import Loss, parse_loss
 from drafttrain.losses.stored import StoredLogits, StoredTopK
 
 __all__ = [
     "DIVERGENCES",
+    "Aligned",
     "DivergenceOutput",
     "LazyRows",
     "Loss",

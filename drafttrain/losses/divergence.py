@@ -23,18 +23,19 @@ families have their optimum at the renormalized p.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import wrap_torch_function
 
 from drafttrain.errors import UserError
 from drafttrain.losses.fused import fused_step
-from drafttrain.losses.shared_head import SharedHead, products, products_backward
 from drafttrain.losses.spec import Loss, parse_loss
 from drafttrain.ops.launch import has_triton
 
@@ -47,6 +48,8 @@ _CHUNK = 256  # rows per chunk on the torch path; more gain nothing on a CPU
 # Bytes of logits per chunk on the kernel path. Large products are faster; two chunks are in memory
 # at a time.
 _KERNEL_BYTES = 2**27
+# Numbers of a head of another dtype that are converted at a time on a GPU: 128 MB in float32.
+_CONVERTED = 2**25
 
 # p [c, d], its entropy [c], log of its softmax denominator [c]
 Kept = tuple[Tensor, Tensor, Tensor]
@@ -468,6 +471,111 @@ DIVERGENCES: dict[str, Divergence] = {
 }
 
 
+# -- the head that several depths of a step read ---------------------------------------------------
+#
+#     linear_divergence(read_0, head, ...).loss  \
+#     linear_divergence(read_1, head, ...).loss   +  head.term()   -> one [d, h] gradient, whatever the number of depths
+
+
+class SharedHead:
+    """A head's weight, and the gradient that each call of `linear_divergence` adds to in place.
+
+    Args:
+        weight: [d, h], trainable or frozen.
+    """
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight
+        self._converted = weight.detach()
+        self._gradient: Tensor | None = None  # [d, h], sum of all calls so far
+        if weight.requires_grad and torch.is_grad_enabled():
+            dtype = weight.dtype
+            if dtype == torch.float16:
+                dtype = torch.float32  # so that a loss scale fits
+            self._gradient = torch.zeros_like(weight, dtype=dtype)
+
+    def weight_for(self, rows: Tensor) -> Tensor:
+        """[d, h] for products with these rows, in their dtype.
+
+        On a GPU a weight narrower than the rows stays narrow: `products` converts it in parts.
+        """
+        wider = rows.dtype.itemsize > self.weight.dtype.itemsize
+        by_parts = wider and rows.device.type != "cpu"
+        if self._converted.dtype != rows.dtype and not by_parts:
+            self._converted = self.weight.detach().to(rows.dtype)  # once for all depths
+        return self._converted
+
+    def add(self, grad: Tensor, rows: Tensor, size: Tensor) -> None:
+        """Adds the gradient of a chunk: grad [c, d] of its logits, rows [c, h].
+
+        size: factor of a float16 gradient; 1 for others.
+        """
+        total = self._gradient
+        if total is not None and total.dtype == grad.dtype:
+            total.addmm_(grad.t(), rows)
+        elif total is not None:
+            for part in _parts(total):  # in the rows' dtype, as autocast multiplies
+                into = total[part]  # a view: `total[part] += x` would also copy the sum onto itself
+                made = grad[:, part].t() @ rows
+                if grad.dtype == torch.float16:
+                    made = made.float() * size
+                into += made
+
+    def term(self) -> Tensor:
+        """A zero that carries the weight's gradient, with the same factor as the calls' losses."""
+        if self._gradient is None:
+            return self.weight.new_zeros(())
+        return _Gradient.apply(self.weight, self._gradient)
+
+
+class _Gradient(torch.autograd.Function):
+    """Zero, whose gradient in the weight is a given matrix."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        weight: Tensor,
+        gradient: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return gradient.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.saved_tensors[0] * grad, None  # autograd converts it to the weight's dtype
+
+
+def _parts(weight: Tensor) -> Iterator[slice]:
+    """Rows of a weight [d, h] that are converted at a time."""
+    rows = max(1, _CONVERTED // weight.shape[1])
+    for begin in range(0, len(weight), rows):
+        yield slice(begin, begin + rows)
+
+
+def products(rows: Tensor, weight: Tensor) -> Tensor:
+    """[c, h] rows and [d, h] weight -> [c, d] logits in the rows' dtype.
+
+    A weight of another dtype is converted part by part.
+    """
+    if weight.dtype == rows.dtype:
+        return F.linear(rows, weight)
+    out = rows.new_empty(len(rows), len(weight))
+    for part in _parts(weight):
+        out[:, part] = F.linear(rows, weight[part].to(rows.dtype))
+    return out
+
+
+def products_backward(grad: Tensor, weight: Tensor) -> Tensor:
+    """[c, d] gradient of the logits and [d, h] weight -> [c, h], the rows' gradient."""
+    if weight.dtype == grad.dtype:
+        return grad @ weight
+    out = grad.new_zeros(len(grad), weight.shape[1])
+    for part in _parts(weight):
+        out.addmm_(grad[:, part], weight[part].to(grad.dtype))
+    return out
+
+
 # -- the fused linear form -------------------------------------------------------------------------
 
 
@@ -493,17 +601,25 @@ def has_kernel(hidden: Tensor) -> bool:
     return hidden.is_cuda and hidden.dtype != torch.float64 and has_triton()
 
 
+class Aligned(NamedTuple):
+    """What t predictions are compared with: rows at[t] of the target's, by weight[t] float32."""
+
+    rows: Targets
+    at: Tensor
+    weight: Tensor
+
+
 def _torch_step(
-    hidden: Tensor,
-    weight: Tensor,
+    z: Tensor,
     targets: Targets,
     index: Tensor,
     row_weight: Tensor,
     loss: Loss,
     measure: bool,
 ) -> StepResult:
-    """One chunk, as `fused_step`; float32, or float64 if hidden is."""
-    z = wide(products(hidden, weight))  # [c, d]
+    """One chunk, as `fused_step`; float32, or float64 if the logits are."""
+    dtype = z.dtype
+    z = wide(z)  # [c, d]
     rows: dict[float, AlignedRows] = {}
     for term in loss.terms:
         if term.temperature not in rows:
@@ -532,7 +648,7 @@ def _torch_step(
             plain = AlignedRows(z, targets, index, 1.0)
         alpha = plain.final_alpha()
         agree = z.argmax(-1) == targets.argmax[index]
-    return values, grad.mul_(row_weight.unsqueeze(1)).to(hidden.dtype), alpha, agree
+    return values, grad.mul_(row_weight.unsqueeze(1)).to(dtype), alpha, agree
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -543,14 +659,13 @@ class _LinearDivergence(torch.autograd.Function):
         ctx,
         hidden,
         head: SharedHead,
-        targets: Targets,
-        index,
-        row_weight,
+        aligned: Aligned,
         loss: Loss,
         chunk: int,
         measure: bool,
     ):
         total = hidden.shape[0]
+        row_weight = aligned.weight
         weight = head.weight_for(hidden)
         step = fused_step if has_kernel(hidden) else _torch_step
         values = wide(hidden.new_empty(0)).new_empty(total)  # [t] float32 or wider
@@ -572,10 +687,9 @@ class _LinearDivergence(torch.autograd.Function):
         for start in range(0, total, chunk):
             part = slice(start, min(start + chunk, total))
             values[part], grad, chunk_alpha, chunk_agree = step(
-                hidden[part],
-                weight,
-                targets,
-                index[part],
+                products(hidden[part], weight),
+                aligned.rows,
+                aligned.at[part],
                 scaled[part],
                 loss,
                 measure,
@@ -599,7 +713,7 @@ class _LinearDivergence(torch.autograd.Function):
             grad = (grad.float() * (grad_loss * size)).to(grad.dtype)
         elif grad is not None:
             grad = grad * grad_loss.to(grad.dtype)
-        return grad, None, None, None, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 def linear_divergence(
@@ -652,9 +766,7 @@ def linear_divergence(
         total, values, alpha, agree = _LinearDivergence.apply(
             hidden,
             shared,
-            targets,
-            index,
-            row_weight,
+            Aligned(targets, index, row_weight),
             parsed,
             chunk,
             measure,

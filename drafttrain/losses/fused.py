@@ -1,4 +1,4 @@
-"""The kernel path of the linear divergence: matrix products for the logits, then a Triton launch."""
+"""The kernel path of the linear divergence: a Triton launch behind the products for the logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
-from drafttrain.losses.shared_head import products
 from drafttrain.losses.spec import ACCEPTANCE, Loss
 from drafttrain.ops.launch import run_kernel
 
@@ -65,21 +64,19 @@ def launch_rows(z: Tensor, *rest: object, **options: object) -> None:
 
 
 def fused_step(
-    hidden: Tensor,
-    weight: Tensor,
+    z: Tensor,
     targets: KernelTargets,
     index: Tensor,
     row_weight: Tensor,
     loss: Loss,
     measure: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """One chunk: hidden [c, h], weight [d, h], index [c], row_weight [c].
+    """One chunk: drafter logits z [c, d], which may be overwritten, index [c], row_weight [c].
 
     Returns:
-        values [c] float32, their weighted gradient in the logits [c, d] in hidden's dtype, alpha
-        [c] and agree [c] or None.
+        values [c] float32, their weighted gradient in the logits [c, d] in z's dtype, alpha [c] and
+        agree [c] or None.
     """
-    z = products(hidden, weight)  # [c, d] in hidden's dtype
     width = z.shape[1]
     launches = plan(loss)
     row_weight = row_weight.float().contiguous()

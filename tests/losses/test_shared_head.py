@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafttrain.losses import SharedHead, TargetRows, linear_divergence, shared_head
-from drafttrain.losses.shared_head import products, products_backward
+from drafttrain.losses import SharedHead, TargetRows, divergence, linear_divergence
+from drafttrain.losses.divergence import products, products_backward
 
 
 def make(tokens=6, width=8, words=50, depths=3):
@@ -69,7 +69,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("words", [64, 51])
 def test_a_narrow_head_is_converted_part_by_part(monkeypatch, words):
-    monkeypatch.setattr(shared_head, "_CONVERTED", 10 * 8)
+    monkeypatch.setattr(divergence, "_CONVERTED", 10 * 8)
     rows = torch.randn(5, 8)
     grad = torch.randn(5, words)
     weight = torch.randn(words, 8).bfloat16()

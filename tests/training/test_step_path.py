@@ -15,7 +15,7 @@ from tests.drafters.helpers import make_drafter
 from tests.path_files import files_run, listed_files
 from tests.training.runs import write_data
 
-MOST_FILES = 11
+MOST_FILES = 10
 
 
 def files_of_a_step(target, tmp_path) -> list[str]:

@@ -33,20 +33,12 @@ from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places, top_or_all
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import Logits
-from drafttrain.losses import TargetRows, linear_divergence
+from drafttrain.losses import Aligned, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftStep, DraftWeights, kernel_of
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
-
-
-class Aligned(NamedTuple):
-    """What t predictions are compared with: rows at[t] of the target's, by weight[t] float32."""
-
-    rows: TargetRows
-    at: Tensor
-    weight: Tensor
 
 
 class Paths(NamedTuple):

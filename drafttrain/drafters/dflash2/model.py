@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import Attend
-from drafttrain.drafters.common.block import Aligned, Paths
+from drafttrain.drafters.common.block import Paths
 from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.errors import UserError
-from drafttrain.losses import linear_divergence
+from drafttrain.losses import Aligned, linear_divergence
 from drafttrain.values import Count, Size, Weight
 
 

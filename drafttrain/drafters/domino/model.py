@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.block import Aligned, Paths
+from drafttrain.drafters.common.block import Paths
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.markov import CorrectedBlock
-from drafttrain.losses import linear_divergence
+from drafttrain.losses import Aligned, linear_divergence
 from drafttrain.values import Count, Fraction, PositiveFraction, Size
 
 

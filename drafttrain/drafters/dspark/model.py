@@ -26,10 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.block import Aligned, Paths
+from drafttrain.drafters.common.block import Paths
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.errors import UserError
+from drafttrain.losses import Aligned
 from drafttrain.target import Target
 from drafttrain.values import PositiveAmount
 
