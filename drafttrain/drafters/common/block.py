@@ -35,7 +35,6 @@ from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.losses import Aligned, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftStep, DraftWeights, kernel_of
-from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
@@ -70,6 +69,7 @@ class BlockDrafter(DecoderDrafter):
     solve_start = starts.block_start
     layer_class: type[DraftLayer] = DraftLayer
     mixes_tokens = False
+    scales_head = False
     corrected = False  # the kind has `conditional`
     draft_step: DraftStep | None = None  # the CPU kernel of all layers and the final norm
 
@@ -99,33 +99,14 @@ class BlockDrafter(DecoderDrafter):
         self.mask: nn.Parameter | None = None
         if config.mask_token_id is None:
             self.mask = nn.Parameter(torch.randn(h) * h**-0.5)
-        if config.train_head:
-            self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
-        else:
-            self.lm_head = None
-        # The target's head; in a list, so that it is neither trained nor saved.
-        self.frozen: list[nn.Linear | PackedLinear] = []
+        self.make_head(config.train_head)
         # The target's factor of logits. Its bare head rows lack it, so the final norm applies it.
         self.logit_scale = 1.0
         self.finish(config.num_hidden_layers, config.windows)
 
-    @property
-    def head(self) -> nn.Linear | PackedLinear:
-        """The linear layer over the drafter's vocabulary."""
-        if self.lm_head is not None:
-            return self.lm_head
-        return self.frozen[0]
-
-    @property
-    def head_weight(self) -> Tensor:
-        return self.head.weight
-
     def bind(self, target: Target) -> None:
-        """Checks the target and attaches its embedding and head."""
         super().bind(target)
         self.logit_scale = target.logit_scale
-        if self.lm_head is None:
-            self.frozen = [starts.frozen_head(target, self.kept_ids, self.packed)]
 
     def copy_from(self, target: Target) -> list[str]:
         """Copies the target's last layers and final norm, and its head rows if the head is trained.
@@ -137,7 +118,7 @@ class BlockDrafter(DecoderDrafter):
         starts.identity_on_last(self.fc)
         names = ["fc"]
         if self.lm_head is not None:
-            self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
+            self.lm_head.weight.copy_(self.head_rows(target))
             names.append("lm_head")
         if self.mask is not None:
             self.mask.copy_(target.embed(self.kept_ids.to(target.device)).float().mean(0))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafttrain.batch import (
     Attend,
@@ -44,7 +44,6 @@ from drafttrain.drafters.common.rows import (
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights, kernel_of
-from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.path_attention import PathAttention
 from drafttrain.target import Target
 
@@ -63,30 +62,19 @@ class LayerDrafter(DecoderDrafter):
     A kind creates its layers and projections, calls `finish` at the end of `__init__`, and
     implements:
 
-        decoder_layers, head             all layers (default: `layers`); layers_at: those of a depth, if depths differ
+        decoder_layers                   all layers (default: `layers`); layers_at: those of a depth, if depths differ
         fuse(features)                   the state that depth 0 reads
         enter(state, embeds, depth)      input of the first layer: a state, and token embeddings if it reads them
         leave(state), read_out(state)    input of the next depth, and of the head, from the last layer's output
     """
 
     static = True
-    lm_head: nn.Linear
     # CPU kernels of `step` and `read_out`, one per depth with layers of its own; empty: none apply
     draft_steps: tuple[DraftStep, ...] = ()
     # Entries of the features that hold the target's layer 0, which stands for the token's embedding
     # at an image's placeholders; None: the placeholder's own embedding does
     image_part: slice | None = None
     placeholder = -1  # set by `bind`
-
-    @property
-    def head(self) -> nn.Linear | PackedLinear:
-        """The linear layer over the drafter's vocabulary."""
-        return self.lm_head
-
-    @property
-    def head_weight(self) -> Tensor:
-        """[d, h]."""
-        return self.head.weight
 
     @property
     def sequence_reach(self) -> int:

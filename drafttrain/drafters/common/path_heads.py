@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
 from drafttrain.drafters.base import Source, StepInputs
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places, top_or_all
-from drafttrain.drafters.common.starts import LeastSquares, head_rows
+from drafttrain.drafters.common.starts import LeastSquares
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.drafters.common.tree_spec import paths_text
@@ -150,7 +150,7 @@ class PathHeads(TrainableDrafter):
 
     def copy_from(self, target: Target) -> list[str]:
         """Copies the target's head rows of the kept tokens, into heads of the target's width."""
-        rows = head_rows(target, self.kept_ids)
+        rows = self.head_rows(target)
         if self.head(0).weight.shape != rows.shape:
             return []
         for depth in range(len(self.lm_heads)):

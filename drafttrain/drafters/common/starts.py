@@ -48,7 +48,6 @@ from drafttrain.drafters.base import Source, StepInputs
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import Attention, DraftLayer, rotate
 from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
 
 # Self scores of about 64 * SHARPNESS^2 / 8 at head size 64: high enough to select the own key among
@@ -175,35 +174,6 @@ def identity_on_last(linear: nn.Linear) -> None:
     """Makes a projection the identity on its last columns, and small and random on the others."""
     linear.weight.mul_(0.1)
     linear.weight[:, -linear.out_features :].add_(torch.eye(linear.out_features))
-
-
-def head_rows(target: Target, kept_ids: Tensor) -> Tensor:
-    """[d, h] the target's head rows of the kept tokens."""
-    return target.head_weight[kept_ids.to(target.head_weight.device)]
-
-
-def frozen_head(
-    target: Target,
-    kept_ids: Tensor,
-    packed: bool,
-    scale: float = 1.0,
-) -> nn.Linear | PackedLinear:
-    """The target's head rows of the kept tokens times `scale`, as a frozen layer.
-
-    A drafter that keeps all tokens shares the target's tensor.
-    """
-    if len(kept_ids) == len(target.head_weight):
-        rows = target.head_weight
-    else:
-        rows = head_rows(target, kept_ids)
-    head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-    rows = rows.detach().to(target.device)  # [d, h]
-    if scale != 1.0:
-        rows = rows * scale
-    head.weight = nn.Parameter(rows, requires_grad=False)
-    if packed:
-        return PackedLinear(head)
-    return head
 
 
 def unit(x: Tensor) -> Tensor:

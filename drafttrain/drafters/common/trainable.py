@@ -39,7 +39,7 @@ from drafttrain.formats.weights import (
 )
 from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import pack
+from drafttrain.ops.packing import PackedLinear, pack
 from drafttrain.ops.tree_cache import ROOM, TreeCache
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
@@ -151,6 +151,13 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         Returns whether it did. A drafter with a head of its own keeps its vocabulary.
         """
         return False
+
+    def head_rows(self, target: Target) -> Tensor:
+        """[d, h] the target's head rows of the kept tokens; all of them are its own tensor."""
+        rows = target.head_weight
+        if len(self.kept_ids) == len(rows):
+            return rows
+        return rows[self.kept_ids.to(rows.device)]
 
     def copy_from(self, target: Target) -> list[str]:
         """Copies what fits from the target, after `kept_ids` is set; returns the copied names."""
@@ -397,13 +404,29 @@ class DecoderDrafter(TrainableDrafter):
     Attributes:
         adapted: only adapters are trained, in linear layers of its decoder layers and in what fuses
             their input.
+        lm_head: of the drafter's own; None: the target's, which `bind` attaches.
+        frozen: the target's head over the kept tokens; in a list, so that it is neither trained nor
+            saved.
+        scales_head: the target's factor of logits is in the frozen rows.
     """
+
+    lm_head: nn.Linear | None
+    frozen: list[nn.Linear | PackedLinear]
+    scales_head = True
 
     adapted = False
     packed = False
     stored = torch.float32  # of cached keys and values on a CPU
     name_options = ("extra_vocab_size",)
     context: ContextVocabulary | None = None  # set by `bind`
+
+    def make_head(self, own: bool) -> None:
+        """Makes the head, unless it is to be the target's."""
+        self.lm_head = None
+        if own:
+            self.lm_head = nn.Linear(
+                self.config.hidden_size, self.config.draft_vocab_size, bias=False
+            )
 
     def finish(self, layers: int, windows: Sequence[int] = ()) -> None:
         """Ends a kind's `__init__`.
@@ -504,15 +527,30 @@ class DecoderDrafter(TrainableDrafter):
     def bind(self, target: Target) -> None:
         super().bind(target)
         self.context = ContextVocabulary(target, self.kept_ids, self.config.extra_vocab_size)
+        if self.lm_head is not None:
+            return
+        rows = self.head_rows(target).detach().to(target.device)  # [d, h]
+        if self.scales_head and target.logit_scale != 1.0:
+            rows = rows * target.logit_scale
+        head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        head.weight = nn.Parameter(rows, requires_grad=False)
+        self.frozen = [PackedLinear(head) if self.packed else head]
 
     @property
     def joins_tokens(self) -> bool:
         return self.uses_text and self.config.extra_vocab_size > 0
 
     @property
+    def head(self) -> nn.Linear | PackedLinear:
+        """The linear layer over the drafter's vocabulary."""
+        if self.lm_head is not None:
+            return self.lm_head
+        return self.frozen[0]
+
+    @property
     def head_weight(self) -> Tensor:
-        """[d, h] of the head that reads the layers' states."""
-        raise NotImplementedError
+        """[d, h]."""
+        return self.head.weight
 
     def start(self, prompt_ids: Tensor, max_length: int) -> JointSession:
         cache = TreeCache(max_length + ROOM, dtype=self.stored, window=self.cache_shape.window)

@@ -27,14 +27,12 @@ from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import DraftLayer, RMSNorm
 from drafttrain.drafters.common.starts import (
     copy_last_layers,
-    frozen_head,
     identity_on_last,
     projection_start,
 )
 from drafttrain.errors import UserError
 from drafttrain.losses import TargetRows
 from drafttrain.ops.cpu_draft import DraftWeights
-from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
 from drafttrain.values import Depth, Weight
 
@@ -72,14 +70,11 @@ class Eagle1(LayerDrafter):
     """An EAGLE-1 drafter; `bind` attaches the target's embedding and head.
 
     Attributes:
-        frozen: the target's head over the kept tokens; in a list, so that it is neither trained nor
-            saved.
         all_tokens: the target's own head, which is packed already, where all tokens are kept.
     """
 
     config_class = Eagle1Config
     kind = "eagle1"
-    frozen: list[nn.Linear | PackedLinear]
     all_tokens: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, config: Eagle1Config):
@@ -92,11 +87,8 @@ class Eagle1(LayerDrafter):
         self.norm: RMSNorm | None = None
         if config.normed_layers:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.make_head(own=False)
         self.finish(config.num_hidden_layers)
-
-    @property
-    def head(self) -> nn.Linear | PackedLinear:
-        return self.frozen[0]
 
     @property
     def token_weight(self) -> float:
@@ -114,7 +106,6 @@ class Eagle1(LayerDrafter):
                 "cap; use a kind with a head of its own (eagle3)"
             )
         super().bind(target)
-        self.frozen = [frozen_head(target, self.kept_ids, self.packed, target.logit_scale)]
         self.all_tokens = None
         if len(self.kept_ids) == target.vocab_size:
             self.all_tokens = target.head

@@ -86,6 +86,7 @@ class Eagle3(LayerDrafter):
     # Of the flat published form, see export.py.
     _keys_to_ignore_on_load_unexpected = ["d2t", "t2d", r"layers\.\d+\.hidden_norm\.weight"]
     kind = "eagle3"
+    lm_head: nn.Linear
     reads_features = "fc.weight"
     solve_start = starts.linear_start
 
@@ -112,7 +113,7 @@ class Eagle3(LayerDrafter):
         for i in range(1, config.num_hidden_layers):
             self.layers[str(i)] = DraftLayer(config)
         self.norm = RMSNorm(h, eps)
-        self.lm_head = nn.Linear(h, config.draft_vocab_size, bias=False)
+        self.make_head(own=True)
         self.finish(config.num_hidden_layers)
 
     @classmethod
@@ -181,7 +182,7 @@ class Eagle3(LayerDrafter):
         """
         if self.config.hidden_size != self.config.target_hidden_size:
             return []
-        self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
+        self.lm_head.weight.copy_(self.head_rows(target))
         starts.identity_on_last(self.fc)
         names = ["lm_head", "fc"]
         if starts.copy_norm(self.norm, starts.final_norm(target)):
@@ -197,7 +198,7 @@ class Eagle3(LayerDrafter):
         if self.config.train_head or self.adapted:
             return False
         self.kept_ids.copy_(kept_ids)
-        self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
+        self.lm_head.weight.copy_(self.head_rows(target))
         self.bind(target)
         return True
 

@@ -30,7 +30,6 @@ from drafttrain.drafters.mtp.checkpoint_modules import NativeModule, plain_layer
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.ops.cpu_draft import DraftWeights
-from drafttrain.ops.packing import PackedLinear
 from drafttrain.target import Target
 from drafttrain.target.own_layer import (
     PLACES,
@@ -118,37 +117,24 @@ class MTP(LayerDrafter):
         super().__init__(config)
         self.blocks: Any = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if config.train_head:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        # The target's head; in a list, so that it is neither trained nor saved.
-        self.frozen: list[nn.Linear | PackedLinear] = []
+        self.make_head(config.train_head)
         self.finish(layers=1)
         own = self.blocks[0].layer
         if isinstance(own, OwnLayer):
             self.rotary = FamilyRotary(own)
 
-    @property
-    def head(self) -> nn.Linear | PackedLinear:
-        """The linear layer over the drafter's vocabulary."""
-        if self.config.train_head:
-            return self.lm_head
-        return self.frozen[0]
-
     def bind(self, target: Target) -> None:
-        """Attaches the target's embedding, and its head unless the drafter has one.
+        """As the base class.
 
         Raises:
             UserError: the drafter has no head, and the target caps its logits.
         """
         super().bind(target)
-        if self.config.train_head:
-            return
-        if target.softcap is not None:
+        if self.lm_head is None and target.softcap is not None:
             raise UserError(
                 f"drafter.train_head=false: target {target.name!r} caps its logits, and the head is trained without a cap; "
                 "set drafter.train_head=true"
             )
-        self.frozen = [starts.frozen_head(target, self.kept_ids, self.packed, target.logit_scale)]
 
     @property
     def decoder_layers(self) -> list[Any]:  # DraftLayer or OwnLayer
@@ -238,7 +224,7 @@ class MTP(LayerDrafter):
             made.reverse()
         drafter = made[0]
         if module.head is not None:
-            if not drafter.config.train_head:
+            if drafter.lm_head is None:
                 raise UserError(
                     f"drafter.train_head=false: the prediction module of target {target.name!r} has a head of its own; set "
                     "drafter.train_head=true"
@@ -379,8 +365,8 @@ class MTP(LayerDrafter):
         Projections start as the identity on the state.
         """
         names = ["eh_proj"]
-        if self.config.train_head:
-            self.lm_head.weight.copy_(starts.head_rows(target, self.kept_ids))
+        if self.lm_head is not None:
+            self.lm_head.weight.copy_(self.head_rows(target))
             names.append("lm_head")
         if starts.copy_norm(self.norm, starts.final_norm(target)):
             names.append("norm")
