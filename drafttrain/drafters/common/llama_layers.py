@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from drafttrain.drafters.common.configs import LayerConfig
 from drafttrain.files import Json
 
@@ -45,6 +47,11 @@ def layer_keys(config: LayerConfig) -> Json:
     if rope["rope_type"] != "default":
         keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return keys
+
+
+def set_features(config: LayerConfig, reasons: Mapping[str, str]) -> list[str]:
+    """The reason against each feature that a config sets, by the feature's key."""
+    return [f"{key}: {reason}" for key, reason in reasons.items() if getattr(config, key)]
 
 
 def unsupported_by_llama(

@@ -23,6 +23,7 @@ from drafttrain.drafters.common.llama_layers import (
     ENGINE_KEYS,
     LAYER_KEYS,
     layer_keys,
+    set_features,
     unsupported_by_llama,
 )
 from drafttrain.drafters.common.rows import JointSession
@@ -45,6 +46,16 @@ from drafttrain.formats.weights import architectures_in, dtype_name
 
 _NORMED = "LlamaForCausalLMEagle1"  # verl-SpeCo's class, with two norms that engines lack
 _ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
+
+# What the engines' classes do not compute.
+_LACKS = {
+    "qk_norm": "the engine's class is a Llama, which norms no queries and keys",
+    "normed_layers": "the engine's class norms neither the first layer's input nor the last output",
+}
+_LACKS_IN = {
+    "vllm": {"fc_bias": "vLLM's class has no bias in fc, and would leave it out"},
+    "sglang": {"mlp_bias": "the engine's MLP has none"},
+}
 
 
 class Eagle1Shipping(Shipping[Eagle1]):
@@ -70,17 +81,7 @@ class Eagle1Shipping(Shipping[Eagle1]):
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         config: Eagle1Config = self.load(trained).config  # type: ignore[assignment]
         found = unsupported_by_llama(config)
-        if config.qk_norm:
-            found.append("qk_norm: the engine's class is a Llama, which norms no queries and keys")
-        if config.mlp_bias and form == "sglang":
-            found.append("mlp_bias: the engine's MLP has none")
-        if config.normed_layers:
-            found.append(
-                "normed_layers: the engine's class norms neither the first layer's input nor the last output"
-            )
-        if config.fc_bias and form == "vllm":
-            found.append("fc_bias: vLLM's class has no bias in fc, and would leave it out")
-        return found
+        return found + set_features(config, {**_LACKS, **_LACKS_IN[form]})
 
     def engine_config(self, drafter: Eagle1, form: str, request: ExportRequest) -> Json:
         config: Eagle1Config = drafter.config  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from drafttrain.drafters.common.llama_layers import layer_keys, unsupported_by_llama
+from drafttrain.drafters.common.llama_layers import layer_keys, set_features, unsupported_by_llama
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.eagle3.reading import (
     FIXED_KEYS,
@@ -53,6 +53,9 @@ from drafttrain.target.loading import architectures_of
 
 # First release with windows, norms of features and output, several layers, any number of features.
 _SGLANG_ANY_HEAD = "0.5.12"
+_NOT_IN_LLAMA = (
+    "attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_before_fc", "norm_output", "image_embeds",
+)  # fmt: skip
 
 
 def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
@@ -83,24 +86,18 @@ def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
             found.append(f"attention_bias {lacks} no o_proj bias")
         return found
 
-    # What the Llama classes of the other engines do not read.
-    ignored = {"qk_norm": config.qk_norm, "norm_before_residual": config.norm_before_residual}
-    if sglang:
-        ignored["attention_bias"] = config.attention_bias
-        ignored["mlp_bias"] = config.mlp_bias
     if config.norm_before_fc:
         found.append(f"norm_before_fc: tried with vLLM alone, not with {engine.name}")
     silently = f"{engine.name} ignores it silently and would compute something else"
-    for key, is_set in ignored.items():
-        if is_set:
-            found.append(f"{key}: {silently}")
+    # What the Llama classes of these engines do not read.
+    ignored = ["qk_norm", "norm_before_residual"]
+    if sglang:
+        ignored += ["attention_bias", "mlp_bias"]
+    found += set_features(config, dict.fromkeys(ignored, silently))
     newer = ""
     if old:
         newer = f"; supported since {engine.name} {_SGLANG_ANY_HEAD}"
-        if config.fc_norm:
-            found.append(f"fc_norm: {silently}{newer}")
-        if config.norm_output:
-            found.append(f"norm_output: {silently}{newer}")
+        found += set_features(config, dict.fromkeys(("fc_norm", "norm_output"), silently + newer))
         if len(layers) != 3:
             found.append(f"{len(layers)} feature layers: the engine's fc takes three{newer}")
     count = config.num_hidden_layers
@@ -321,17 +318,8 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
                 f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: {lacks} reads the "
                 "target's embedding"
             )
-        for key in (
-            "attention_bias",
-            "mlp_bias",
-            "qk_norm",
-            "fc_norm",
-            "norm_before_fc",
-            "norm_output",
-            "image_embeds",
-        ):
-            if getattr(config, key):
-                found.append(f"{key}: {lacks} has no such thing in its eagle3 model")
+        none = dict.fromkeys(_NOT_IN_LLAMA, f"{lacks} has no such thing in its eagle3 model")
+        found += set_features(config, none)
         return found + super().gguf_unsupported(drafter)
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:

@@ -28,6 +28,7 @@ from drafttrain.drafters.common.llama_layers import (
     ENGINE_KEYS,
     LAYER_KEYS,
     layer_keys,
+    set_features,
     unsupported_by_llama,
 )
 from drafttrain.drafters.eagle3.reading import published_layer
@@ -58,6 +59,12 @@ _SHAPE = (
     "rms_norm_eps",
     "rope_parameters",
 )
+# What the engine's layer does not compute.
+_LACKS = {
+    "qk_norm": "the engine's layer norms no queries and keys",
+    "attention_bias": "the engine's layer has no o_proj bias",
+    "mlp_bias": "the engine's MLP has none",
+}
 _BIASED = ("q_proj", "k_proj", "v_proj")
 # Layers of speculators' modules that a `DraftLayer` computes.
 _PLAIN_LAYERS = ("qwen3",)
@@ -123,13 +130,7 @@ class MTPShipping(Shipping[MTP]):
             found.append(HEAD_TRAINED)
         if config.modules > 1:
             found.append(f"modules={config.modules}: the engine's class runs one for all depths")
-        if config.qk_norm:
-            found.append("qk_norm: the engine's layer norms no queries and keys")
-        if config.attention_bias:
-            found.append("attention_bias: the engine's layer has no o_proj bias")
-        if config.mlp_bias:
-            found.append("mlp_bias: the engine's MLP has none")
-        return found
+        return found + set_features(config, _LACKS)
 
     def write(self, trained: Trained, form: str, request: ExportRequest) -> list[Path]:
         """As the base class.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from drafttrain.drafters.common.llama_layers import set_features
 from drafttrain.drafters.eagle3.export import Eagle3Files, unsupported_features
 from drafttrain.drafters.peagle.model import PEagle
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
@@ -38,13 +39,9 @@ class PEagleShipping(Eagle3Files[PEagle]):
 
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         head = self.load(trained)
-        found = unsupported_features(head, engine)
-        for key in ("fc_norm", "norm_before_fc"):
-            if getattr(head.config, key):
-                found.append(
-                    f"{key}: the engine does not read it for P-EAGLE and would compute something else"
-                )
-        return found
+        silently = "the engine does not read it for P-EAGLE and would compute something else"
+        lacks = dict.fromkeys(("fc_norm", "norm_before_fc"), silently)
+        return unsupported_features(head, engine) + set_features(head.config, lacks)
 
     def engine_config(self, drafter: PEagle, form: str, request: ExportRequest) -> Json:
         described = super().engine_config(drafter, form, request)
