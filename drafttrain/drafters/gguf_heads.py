@@ -38,9 +38,10 @@ from drafttrain.drafters.shipping import GGUF_NAME, D, ExportRequest, Shipping, 
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
-from drafttrain.formats.read_gguf import dtype_of, layer_fields, read_gguf
+from drafttrain.formats.read_gguf import dtype_of, read_gguf
 from drafttrain.formats.weights import check_names, dtype_name
 from drafttrain.formats.write_gguf import (
+    layer_keys,
     rope_factors,
     rope_of,
     tensor_name,
@@ -98,13 +99,6 @@ class GgufHeads(Shipping[D]):
             )
         return found
 
-    def gguf_fields(self, keys: Json, like: D) -> Json:
-        """Arguments of the kind's config beside those of the layers.
-
-        keys: of a file, without prefix.
-        """
-        raise NotImplementedError
-
     def lacking(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         if form != "gguf":
             return super().lacking(trained, form, engine)
@@ -128,23 +122,27 @@ class GgufHeads(Shipping[D]):
                 device="cpu",
                 weights=True,
             )
-        keys = {f"{self.gguf_arch}.{key}": value for key, value in self.gguf_keys(drafter).items()}
-        mask = getattr(drafter.config, "mask_token_id", None)  # at positions to predict
-        if "mask" in drafter.state_dict():
-            mask = drafter.config.vocab_size
-        if mask is not None:
-            keys["tokenizer.ggml.mask_token_id"] = mask
         path = write_file(
             request.output / GGUF_NAME,
             self.gguf_arch,
             drafter.config,
-            keys,
+            self._own_keys(drafter),
             fill(self.gguf_form(drafter, target), drafter.state_dict()),
             dtype_name(request.dtype),
             Path(target.path),
             _rows(drafter),
         )
         return [path]
+
+    def _own_keys(self, drafter: D) -> Json:
+        """`gguf_keys` by their full names, and the token at positions to predict."""
+        keys = {f"{self.gguf_arch}.{key}": value for key, value in self.gguf_keys(drafter).items()}
+        mask = getattr(drafter.config, "mask_token_id", None)
+        if "mask" in drafter.state_dict():
+            mask = drafter.config.vocab_size
+        if mask is not None:
+            keys["tokenizer.ggml.mask_token_id"] = mask
+        return keys
 
     def gguf_name(self, own: str, drafter: TrainableDrafter) -> str:
         """llama.cpp's name of one of our tensors."""
@@ -218,12 +216,7 @@ class GgufHeads(Shipping[D]):
         dtype = dtype_of(keys)
         if dtype is None:
             raise UserError(f"{where} has file type {keys.get('general.file_type')}; export again")
-        try:
-            self._check_keys(original, keys, found, where)
-        except KeyError as error:
-            raise UserError(
-                f"{where} has no {error}, which llama.cpp needs; export again"
-            ) from error
+        self._check_keys(original, keys, found, where)
         back = self._read_back(original, found, dtype, where)
         depth = self.checked_depth(back.config.to_dict())
         return compare_drafters(original, back, dtype, depth, where)
@@ -236,20 +229,18 @@ class GgufHeads(Shipping[D]):
         where: str,
     ) -> None:
         """Raises UserError if a file describes another drafter."""
-        arch = keys["general.architecture"]
+        arch = keys.get("general.architecture")
         config = original.config
         if arch != self.gguf_arch:
             raise UserError(
                 f"{where} is of architecture {arch}, and the drafter is written as {self.gguf_arch}"
             )
-        # What the file's keys say, as fields of the drafter's config.
-        own = {name.removeprefix(f"{arch}."): value for name, value in keys.items()}
-        fields = {**layer_fields(keys, config), **self.gguf_fields(own, original)}
-        known = {**vars(config), **rope_of(config)}
-        # The rotary parameters are compared one by one, as the other fields are.
-        fields |= fields.pop("rope_parameters")
-        for name, value in fields.items():
-            ours = known.get(name)
+        # The keys of the architecture are those that the drafter would be written with.
+        own = layer_keys(arch, config, _rows(original)) | self._own_keys(original)
+        found_keys = {name: value for name, value in keys.items() if name.startswith(f"{arch}.")}
+        for name in {**own, **found_keys}:
+            value = keys.get(name)
+            ours = own.get(name)
             if not _agree(value, ours):
                 raise UserError(
                     f"{where} says {name}={value!r}, and the drafter has {ours!r}; pass its own export"
@@ -329,8 +320,6 @@ def _keeps_all(drafter: TrainableDrafter) -> bool:
 
 def _agree(value: object, ours: object) -> bool:
     """Whether a file's value is ours; GGUF rounds to float32."""
-    if isinstance(value, float) and isinstance(ours, int | float):
+    if isinstance(value, float) and isinstance(ours, float):
         return math.isclose(value, ours, rel_tol=1e-6)
-    if isinstance(ours, list):
-        return value == tuple(ours)
     return value == ours

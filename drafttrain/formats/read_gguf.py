@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from drafttrain.errors import UserError, first_line
 from drafttrain.extras import LazyPackage, require
 from drafttrain.files import Json
-from drafttrain.formats.write_gguf import TYPES, rope_of
+from drafttrain.formats.write_gguf import TYPES
 
 if TYPE_CHECKING:
     import gguf
@@ -56,29 +55,3 @@ def dtype_of(keys: Json) -> torch.dtype | None:
         if gguf.LlamaFileType[kind] == stored and isinstance(dtype, torch.dtype):
             return dtype
     return None
-
-
-def layer_fields(keys: Json, like: PreTrainedConfig) -> Json:
-    """Shape of a file's layers, under the names of Llama's config.
-
-    Args:
-        like: gives Llama 3's rotary scaling, which a file holds as factors.
-    """
-    arch = keys["general.architecture"]
-    names = {
-        "hidden_size": "embedding_length",
-        "intermediate_size": "feed_forward_length",
-        "num_hidden_layers": "block_count",
-        "num_attention_heads": "attention.head_count",
-        "num_key_value_heads": "attention.head_count_kv",
-        "head_dim": "attention.key_length",
-        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-        "max_position_embeddings": "context_length",
-    }
-    fields = {name: keys[f"{arch}.{key}"] for name, key in names.items()}
-    rope: Json = {"rope_type": "default", "rope_theta": keys[f"{arch}.rope.freq_base"]}
-    if keys.get(f"{arch}.rope.scaling.type") == "linear":
-        rope |= {"rope_type": "linear", "factor": keys[f"{arch}.rope.scaling.factor"]}
-    elif rope_of(like)["rope_type"] == "llama3":
-        rope = rope_of(like) | {"rope_theta": rope["rope_theta"]}
-    return {**fields, "rope_parameters": rope}

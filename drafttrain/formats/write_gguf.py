@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ def write_file(
     output: Path,
     arch: str,
     config: PreTrainedConfig,
-    keys: Mapping[str, object],
+    keys: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     kind: str,
     tokenizer_folder: Path,
@@ -95,28 +95,21 @@ def write_file(
     Args:
         arch: llama.cpp's name of the architecture. config: shape of its layers, under the names of
             Llama's config.
-        keys: further keys, by name: booleans, integers or lists of integers.
+        keys: further keys, by name.
         tensors: by llama.cpp's names; int64 tensors and vectors keep their type, matrices become
             `kind`.
         vocab_size: tokens of the file (default: the config's); those beyond the tokenizer are
             placeholders.
     """
+    _check_shape(config)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     # A learned mask adds a token, so that drafters may have one more than the config says.
     vocab_size = vocab_size or config.vocab_size
     with writing(output), replacing(output) as part:
         writer = gguf.GGUFWriter(str(part), arch)
-        _add_shape(writer, config)
-        writer.add_vocab_size(vocab_size)
+        _add_keys(writer, layer_keys(arch, config, vocab_size))
         writer.add_file_type(gguf.LlamaFileType[TYPES[kind][1]])
-        for name, value in keys.items():
-            if isinstance(value, list):
-                writer.add_array(name, value)
-            elif isinstance(value, bool):
-                writer.add_bool(name, value)
-            else:
-                # All other keys of drafters are counts, ids or flags.
-                writer.add_uint32(name, int(str(value)))
+        _add_keys(writer, keys)
         add_tokenizer(writer, tokenizer, vocab_size)
         for name, tensor in tensors.items():
             data, stored = _stored(tensor, kind)
@@ -229,8 +222,49 @@ def _head_dim(config: PreTrainedConfig) -> int:
     return config.hidden_size // config.num_attention_heads
 
 
-def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
-    """Writes a model's shape. Raises UserError for what llama.cpp computes otherwise."""
+def layer_keys(arch: str, config: PreTrainedConfig, vocab_size: int) -> Json:
+    """A file's keys for a model's layers, by their full names, and the size of its vocabulary."""
+    size = _head_dim(config)
+    rope = rope_of(config)
+    keys = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": size,
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    if rope["rope_type"] == "linear":
+        keys["rope.scaling.type"] = "linear"
+        keys["rope.scaling.factor"] = float(rope["factor"])
+    if config.model_type == "gemma3_text":
+        keys["attention.sliding_window"] = config.sliding_window
+    keys["vocab_size"] = vocab_size
+    return {f"{arch}.{name}": value for name, value in keys.items()}
+
+
+def _add_keys(writer: gguf.GGUFWriter, keys: Mapping[str, Any]) -> None:
+    """Writes keys by their type: flags, counts and ids, numbers, names, or lists of these."""
+    for name, value in keys.items():
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        else:
+            writer.add_array(name, value)
+
+
+def _check_shape(config: PreTrainedConfig) -> None:
+    """Raises UserError for what llama.cpp computes otherwise."""
     size = _head_dim(config)
     rope = rope_of(config)
     kind = rope["rope_type"]
@@ -264,20 +298,3 @@ def _add_shape(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
         reasons.append(f"sliding_window={window}: llama.cpp's {family} attends to everything")
     if reasons:
         raise UserError("; ".join(reasons))
-
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(size)
-    writer.add_value_length(size)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(size)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if kind == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope["factor"])
-    if gemma:
-        writer.add_sliding_window(config.sliding_window)

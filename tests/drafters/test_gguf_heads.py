@@ -252,7 +252,7 @@ def test_what_is_lost_in_a_file_is_noticed(targets, tmp_path, capsys):
     ]
     assert main(check) == 2
     assert (
-        "says num_key_value_heads=2, and the drafter has 4; pass its own export"
+        "says eagle3.attention.head_count_kv=2, and the drafter has 4; pass its own export"
         in capsys.readouterr().err
     )
     changed, third = trained(targets["llama"], tmp_path / "third", "eagle3", kept=KEPT)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from transformers import PreTrainedConfig
+
 from drafttrain.drafters.common.configs import LayerConfig
 from drafttrain.files import Json
 
@@ -49,7 +51,7 @@ def layer_keys(config: LayerConfig) -> Json:
     return keys
 
 
-def set_features(config: LayerConfig, reasons: Mapping[str, str]) -> list[str]:
+def set_features(config: PreTrainedConfig, reasons: Mapping[str, str]) -> list[str]:
     """The reason against each feature that a config sets, by the feature's key."""
     return [f"{key}: {reason}" for key, reason in reasons.items() if getattr(config, key)]
 

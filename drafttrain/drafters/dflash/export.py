@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.common.block import BlockDrafter
-from drafttrain.drafters.common.configs import FULL, SLIDING, BlockConfig
+from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.markov import MarkovBlock
 from drafttrain.drafters.dflash.block_reading import (
     FIXED_KEYS,
@@ -108,18 +108,6 @@ class BlockFiles(GgufHeads[Block]):
             keys["attention.sliding_window"] = config.sliding_window
             keys["attention.sliding_window_pattern"] = [window > 0 for window in config.windows]
         return keys
-
-    def gguf_fields(self, keys: Json, like: Block) -> Json:
-        mask = keys["tokenizer.ggml.mask_token_id"]
-        pattern = keys.get("attention.sliding_window_pattern", [])
-        return {
-            "layer_types": tuple(SLIDING if windowed else FULL for windowed in pattern) or None,
-            "feature_layers": tuple(keys["target_layers"]),
-            "block_size": keys["block_size"],
-            "sample_from_anchor": keys["sample_from_anchor"],
-            "sliding_window": keys.get("attention.sliding_window", 0),
-            "mask_token_id": None if mask == like.config.vocab_size else mask,
-        }
 
     def checked_depth(self, config: Json) -> int:
         if config.get("sample_from_anchor"):

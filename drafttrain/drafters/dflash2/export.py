@@ -150,15 +150,6 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
             )
         return found
 
-    def gguf_fields(self, keys: Json, like: DFlash2) -> Json:
-        fields = super().gguf_fields(keys, like)
-        fields["conv_kernel_size"] = keys["conv_kernel_size"]
-        fields["conv_group_size"] = keys["conv_group_size"]
-        fields["markov_rank"] = keys["selector_rank"]
-        if like.config.selector_top_k:
-            fields["selector_top_k"] = keys["selector_top_k"]
-        return fields
-
     def gguf_name(self, own: str, drafter: DFlash2) -> str:  # type: ignore[override]
         if "_conv." not in own:
             return super().gguf_name(own, drafter)

@@ -296,13 +296,6 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
             "norm_before_residual": config.norm_before_residual,
         }
 
-    def gguf_fields(self, keys: Json, like: Eagle3) -> Json:
-        return {
-            "target_hidden_size": keys["target_hidden_size"],
-            "norm_before_residual": keys["norm_before_residual"],
-            "feature_layers": tuple(keys["target_layers"]),
-        }
-
     def gguf_unsupported(self, drafter: Eagle3) -> list[str]:
         config: Eagle3Config = drafter.config  # type: ignore[assignment]
         lacks = f"llama.cpp {RELEASE}"
