@@ -39,6 +39,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from drafttrain.errors import UserError
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, tree_attention
+from drafttrain.ops.tree_cache import TreeCache
 
 ATTENTION = "drafttrain"  # our name among transformers' attention functions
 # The same for a forward without layers: transformers makes no masks, which would read values.
@@ -68,19 +69,11 @@ class AttentionContext(Protocol):
         ...
 
 
-class KeyStore(Protocol):
-    """Keeps the keys and values of a forward that attends by the model's own masks."""
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Stores keys and values [1, kv_heads, n, e] of a layer."""
-        ...
-
-
 class _Active(threading.local):
     """The running forward of this thread, for `_attention`, `_mask` and the feature hooks."""
 
     context: AttentionContext | None = None
-    keys: KeyStore | None = None
+    keys: TreeCache | None = None
     caught: dict[int, Tensor] | None = None  # features by layer
     documents: Tensor | None = None  # see `apart`
 
@@ -92,7 +85,7 @@ _active = _Active()
 def attention_context(
     context: AttentionContext | None,
     caught: dict[int, Tensor] | None = None,
-    keys: KeyStore | None = None,
+    keys: TreeCache | None = None,
 ) -> Iterator[None]:
     """While active, every target forward in this thread attends through `context`.
 
