@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
+from drafttrain.drafters.common.tree_growth import Children, GrowingTree, grow_trees
 
 
 def expand(spec, root, advance, kept_ids=None, sampler=None):
-    """Grows a tree. advance: (tokens, parents) of the nodes to open -> logits of their children."""
-    tree = GrowingTree(spec, root, kept_ids, sampler)
-    return grow_trees([tree], lambda growing, depth: [advance(tree.tokens, tree.parents)])[0]
+    """Grows a tree below a root with logits [d]. advance: (tokens, parents) of the nodes to open -> logits of their children."""
+    tree = GrowingTree(spec, Children(root[None]), kept_ids, sampler)
+    step = lambda growing, depth: [Children(advance(tree.tokens, tree.parents))]  # noqa: E731
+    return grow_trees([tree], step)[0]

@@ -97,9 +97,8 @@ def test_what_the_selector_prefers_is_among_what_it_rescores(target):
     weight = torch.cat((drafter.head.weight, drafter.markov_out.weight), dim=1)
     trained = (hidden @ weight.T).argmax(-1)
     reads = hidden[:, :32]
-    decoded = drafter.conditional(reads @ drafter.head.weight.T, Paths(reads, parents, 0, None))[
-        0
-    ].argmax(-1)
+    children, _ = drafter.conditional(reads @ drafter.head.weight.T, Paths(reads, parents, 0, None))
+    decoded = children.logits.argmax(-1)
     assert (trained == decoded).float().mean() > 0.9
 
 

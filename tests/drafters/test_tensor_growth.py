@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafttrain.drafters.common.tensor_growth import TensorGrowth
-from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees
+from drafttrain.drafters.common.tree_growth import Children, GrowingTree, grow_trees
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.sampling import Sampler, SamplingParams
 
@@ -47,12 +47,12 @@ class Table:
             values = torch.randn(VOCAB, generator=state, dtype=torch.float32) * 3
             rows.append(values.round() if self.alike else values)  # equal scores
             chances.append(torch.rand((), generator=state) * 0.9 + 0.1)
-        return (torch.stack(rows), torch.stack(chances)) if self.confident else torch.stack(rows)
+        return Children(
+            torch.stack(rows), confidence=torch.stack(chances) if self.confident else None
+        )
 
 
 def on_host(spec, table, max_depth, sampler=None):
-    first = table([()])
-    root = (first[0][0], first[1][0]) if table.confident else first[0]
     paths: list[tuple[int, ...]] = []
 
     def step(growing, _depth):
@@ -60,28 +60,25 @@ def on_host(spec, table, max_depth, sampler=None):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
         return [table(paths[len(paths) - len(growing[0].parents) :])]
 
-    return grow_trees([GrowingTree(spec, root, None, sampler, max_depth)], step)[0]
+    return grow_trees([GrowingTree(spec, table([()]), None, sampler, max_depth)], step)[0]
 
 
 def on_device(spec, tables, max_depth, params=None, uniforms=None):
     growth = TensorGrowth(spec, VOCAB, max_depth, CPU)
     opened = [[()] for _ in tables]
 
-    def logits():
+    def children():
         made = [table(paths) for table, paths in zip(tables, opened, strict=True)]
-        return (
-            tuple(map(torch.stack, zip(*made, strict=True)))
-            if tables[0].confident
-            else torch.stack(made)
-        )
+        confidence = torch.cat([each.confidence for each in made]) if tables[0].confident else None
+        return Children(torch.cat([each.logits for each in made]), confidence=confidence)
 
     def ask(_depth, tokens, parents):
         for row, paths in enumerate(opened):
             pairs = zip(parents[row].tolist(), tokens[row].tolist(), strict=True)
             opened[row] = [(*paths[parent], token) for parent, token in pairs]
-        return logits()
+        return children()
 
-    return growth, growth.grow(logits(), ask, params, uniforms)
+    return growth, growth.grow(children(), ask, params, uniforms)
 
 
 @settings(deadline=None, max_examples=60)

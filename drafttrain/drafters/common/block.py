@@ -32,7 +32,6 @@ from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.layers import DraftLayer, RMSNorm, moved
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places, top_or_all
 from drafttrain.drafters.common.trainable import DecoderDrafter
-from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.losses import Aligned, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftStep, DraftWeights, kernel_of
 from drafttrain.ops.path_attention import Spans, block_attention
@@ -213,14 +212,14 @@ class BlockDrafter(DecoderDrafter):
         """[count, .] what paths begin with, for kinds that read more of a path than its last token."""
         return None
 
-    def conditional(self, logits: Tensor, at: Paths) -> tuple[Logits, Tensor | None]:
-        """Logits of the children of n nodes, for kinds whose predictions depend on the path before.
+    def conditional(self, logits: Tensor, at: Paths) -> tuple[Children, Tensor | None]:
+        """The children of n nodes, for kinds whose predictions depend on the path before.
 
         Args:
             logits: [n, d] of the block at their depth.
 
         Returns:
-            The logits, and the states of the paths up to the nodes.
+            These, and the states of the paths up to the nodes.
         """
         raise NotImplementedError
 
@@ -512,7 +511,7 @@ class BlockDrafter(DecoderDrafter):
         flat = reads.flatten(0, 1)  # [R * depths, h]
         if not self.corrected:
             head = self.head if self.packed else None  # kernels read packed heads only
-            block = Children(top_or_all(head, flat, width, self.logits), flat, shared=True)
+            block = top_or_all(head, flat, width, self.logits)._replace(shared=True)
             return block.every(depths, 0), lambda nodes: block.every(depths, nodes.depth)
 
         logits = self.logits(reads)  # [R, depths, d]
@@ -528,7 +527,7 @@ class BlockDrafter(DecoderDrafter):
             nonlocal states
             own = reads[rows, depth]
             found, states = self.conditional(logits[rows, depth], Paths(own, ids, depth, before))
-            return Children(found, own)
+            return found._replace(reads=own)
 
         def ask(nodes: Nodes) -> Children:
             rows = torch.as_tensor(nodes.rows, device=roots.device)

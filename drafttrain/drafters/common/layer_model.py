@@ -160,7 +160,7 @@ class LayerDrafter(DecoderDrafter):
                 finds them; None: all are needed.
         """
         head = self.head if self.packed else None  # kernels read packed heads only
-        return Children(top_or_all(head, reads, width, self.score), reads)
+        return top_or_all(head, reads, width, self.score)
 
     def step(
         self,

@@ -6,7 +6,6 @@ Tokens are flat, [t, ...]; an `Attend` selects the keys that each of them sees.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from drafttrain.batch import Attend, Part
 from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json, value_of
-from drafttrain.ops.cpu_layers import DecoderLayer
+from drafttrain.ops.cpu_layers import DecoderLayer, PlacedTables
 from drafttrain.ops.layer_ops import has_kernels, rotate_heads
 from drafttrain.ops.packing import SKINNY_ROWS
 
@@ -27,23 +26,6 @@ ANCHORED = 4  # first tokens of a conversation, which `moved` leaves in place
 
 # Activations of the CPU kernels, and whether each is the tanh form of GELU.
 _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
-
-
-class CacheShape(NamedTuple):
-    """Shape of a session's keys and values, [layers, kv_heads, capacity, head_dim]."""
-
-    windows: tuple[int, ...]  # positions that each layer's tokens see; 0 for all
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def layers(self) -> int:
-        return len(self.windows)
-
-    @property
-    def window(self) -> int:
-        """Positions that the cache keeps; 0 for all, as one layer without a window needs."""
-        return min(self.windows, default=0)
 
 
 class Rotary:
@@ -55,6 +37,7 @@ class Rotary:
 
     Attributes:
         width: r, entries of a head that are rotated.
+        placed: cos, sin [positions, 1, r] on the CPU in float32.
     """
 
     def __init__(self, head_dim: int, parameters: Json):
@@ -64,23 +47,14 @@ class Rotary:
         self.width = int(head_dim * rotated)
         # Per device: frequencies [r / 2], and the factor of cosine and sine.
         self._known: dict[torch.device, tuple[Tensor, float]] = {}
-        self._rows = (torch.empty(0), torch.empty(0))  # cos, sin of the first positions on the CPU
+        self.placed = PlacedTables(lambda positions: self.compute(positions, torch.float32))
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [t] int64 -> cos, sin [t, 1, r]."""
         if positions.device.type != "cpu" or dtype != torch.float32 or not positions.shape[0]:
             return self.compute(positions, dtype)
-        cos, sin = self.up_to(int(positions.max()) + 1)
+        cos, sin = self.placed.up_to(int(positions.max()) + 1)
         return cos[positions], sin[positions]
-
-    def up_to(self, end: int) -> tuple[Tensor, Tensor]:
-        """cos, sin [at least `end`, 1, r] of positions 0, 1, ... on the CPU in float32, cached."""
-        rows = self._rows  # another thread may replace the tables by shorter ones
-        if end > rows[0].shape[0]:
-            # Doubles: grows seldom.
-            rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
-            self._rows = rows
-        return rows
 
     @property
     def frequencies(self) -> Tensor:

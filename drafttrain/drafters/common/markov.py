@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drafttrain.drafters.common.block import BlockDrafter, Paths
 from drafttrain.drafters.common.configs import BlockConfig
-from drafttrain.drafters.common.tree_growth import Logits
+from drafttrain.drafters.common.tree_growth import Children
 from drafttrain.target import Target
 from drafttrain.values import Count
 
@@ -75,9 +75,9 @@ class CorrectedBlock(BlockDrafter):
         head = torch.cat((self.head.weight.to(reads.dtype), self.correction.weight), dim=1)
         return torch.cat((reads, torch.stack(bent, dim=1)[live]), dim=-1), head
 
-    def conditional(self, logits: Tensor, at: Paths) -> tuple[Logits, Tensor | None]:
+    def conditional(self, logits: Tensor, at: Paths) -> tuple[Children, Tensor | None]:
         bent, states = self.bend(at)
-        return logits + self.correction(bent).to(logits.dtype), states
+        return Children(logits + self.correction(bent).to(logits.dtype)), states
 
 
 class MarkovBlock(CorrectedBlock):

@@ -26,7 +26,6 @@ from drafttrain.drafters.base import Source, StepInputs
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places, top_or_all
 from drafttrain.drafters.common.starts import LeastSquares
 from drafttrain.drafters.common.trainable import TrainableDrafter
-from drafttrain.drafters.common.tree_growth import Logits
 from drafttrain.drafters.common.tree_spec import paths_text
 from drafttrain.losses import SharedHead, linear_divergence
 from drafttrain.target import Target
@@ -90,8 +89,8 @@ class PathHeads(TrainableDrafter):
         """[t, w] states -> [t, d] over the drafter's vocabulary."""
         return self.head(depth)(self.read(state, depth))
 
-    def predict(self, state: Tensor, depth: int, width: int | None) -> Logits:
-        """`logits`, or their `width` top tokens where a kernel finds them; None: all are needed."""
+    def predict(self, state: Tensor, depth: int, width: int | None) -> Children:
+        """Of `logits`, or their `width` top tokens where a kernel finds them; None: all are needed."""
         return top_or_all(
             self.head(depth),
             self.read(state, depth),
@@ -210,11 +209,11 @@ class PathHeads(TrainableDrafter):
             nonlocal states
             depth = nodes.depth
             if self.independent:  # one row for all nodes of a depth
-                return Children(self.predict(roots, depth, width), shared=True)
+                return self.predict(roots, depth, width)._replace(shared=True)
             states = self.advance(states[nodes.above()], nodes.tokens(), depth)
-            return Children(self.predict(states, depth, width))
+            return self.predict(states, depth, width)
 
-        return Children(self.predict(roots, 0, width)), ask
+        return self.predict(roots, 0, width), ask
 
     # -- default tree ------------------------------------------------------------------------------
 

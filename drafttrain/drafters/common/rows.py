@@ -24,21 +24,14 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.common.context_tokens import ContextTokens
-from drafttrain.drafters.common.layers import CacheShape
-from drafttrain.drafters.common.tree_growth import (
-    GrowingTree,
-    Likeliest,
-    Logits,
-    grow_trees,
-    rows_of,
-    widest,
-)
+from drafttrain.drafters.common.tree_growth import Children as Children
+from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees, widest
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.cpu_draft import DraftHead, DraftStep, Placed, TreeShape
 from drafttrain.ops.packing import SKINNY_ROWS, without_grad
 from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import AttentionForm, BlockLayout, CpuPlan, TreeLayout
-from drafttrain.ops.tree_cache import TreeCache
+from drafttrain.ops.tree_cache import CacheShape, TreeCache
 
 Sessions = Sequence[Any]  # of one drafter; the kind's own class
 # The target's likeliest next tokens and their probabilities, descending.
@@ -147,30 +140,6 @@ class Nodes(NamedTuple):
     tokens: Callable[[], Tensor]
     above: Callable[[], Tensor]
     place: Callable[[], DraftPass]
-
-
-class Children(NamedTuple):
-    """What the children of n nodes are drafted from.
-
-    Attributes:
-        logits: of each node. reads: [n, h] the head's input, if tokens may join the vocabulary.
-        shared: row i belongs to all nodes of sequence i, instead of to node i.
-    """
-
-    logits: Logits
-    reads: Tensor | None = None
-    shared: bool = False
-
-    def part(self, where: slice) -> Children:
-        """Those of some of the nodes."""
-        reads = self.reads
-        if reads is not None:
-            reads = reads[where]
-        return Children(rows_of(self.logits, where), reads, self.shared)
-
-    def every(self, count: int, depth: int) -> Children:
-        """Those of a depth, of `count` depths that stand together for each sequence."""
-        return self.part(slice(depth, None, count))
 
 
 Ask = Callable[[Nodes], Children]
@@ -311,7 +280,7 @@ class HostPass(DraftPass):
             if room:
                 session.cache.reserve(end + room)
             caches.append(session.cache.addresses(step.shapes))
-        tables = self.sessions[0].drafter.rotary.up_to(plan.positions + room)
+        tables = self.sessions[0].drafter.rotary.placed.up_to(plan.positions + room)
         return Placed(plan, caches, tables, self.shape.window)
 
 
@@ -477,14 +446,12 @@ class JointSession(Session):
         """[m] int64, ids of the nodes to open as the drafter reads them."""
         return tree.target_ids
 
-    def logits_of(self, children: Children) -> Logits:
-        """The logits of nodes of this sequence, with those of the tokens that joined."""
+    def read_children(self, children: Children) -> Children:
+        """Those of nodes of this sequence, with the tokens that joined."""
         logits = children.logits
-        if not self.text or children.reads is None or isinstance(logits, Likeliest):
-            return logits
-        if isinstance(logits, tuple):  # with confidences
-            return self.text.shape(logits[0], children.reads), logits[1]
-        return self.text.shape(logits, children.reads)
+        if not self.text or children.reads is None or logits is None:
+            return children
+        return children._replace(logits=self.text.shape(logits, children.reads))
 
     def offer(self, tree: TokenTree, spec: TreeSpec) -> TokenTree:
         """The grown tree in the target's ids."""
@@ -601,10 +568,9 @@ def _grow_on_host(
     trees = []
     for row, session in enumerate(sessions):
         spec, ids = session.form(specs[row])
-        logits = session.logits_of(first.part(slice(row, row + 1)))
         tree = GrowingTree(
             spec,
-            rows_of(logits, 0),
+            session.read_children(first.part(slice(row, row + 1))),
             ids,
             samplers[row],
             drafter.static_depth,
@@ -613,7 +579,7 @@ def _grow_on_host(
         trees.append(tree)
     begins = {row: row for row in range(len(trees))}  # number of each tree's first node
 
-    def step(growing: list[GrowingTree], depth: int) -> list[Logits]:
+    def step(growing: list[GrowingTree], depth: int) -> list[Children]:
         nonlocal begins
         before = begins
         rows = []
@@ -644,7 +610,7 @@ def _grow_on_host(
             own = slice(ends[i], ends[i + 1])
             if children.shared:
                 own = slice(tree.row, tree.row + 1)
-            each.append(sessions[tree.row].logits_of(children.part(own)))
+            each.append(sessions[tree.row].read_children(children.part(own)))
         return each
 
     drafted = []
@@ -708,18 +674,18 @@ def top_or_all(
     reads: Tensor,
     width: int | None,
     score: Callable[[Tensor], Tensor],
-) -> Logits:
-    """Logits of states [n, h], or their `width` top tokens where the head has a kernel for them.
+) -> Children:
+    """All logits of states [n, h], or their `width` top tokens where the head has a kernel for them.
 
     width: None if all logits are needed.
     """
-    if width is None:
-        return score(reads)
-    top = DraftHead.of(head)
-    if top is None:
-        return score(reads)
+    top = None
+    if width is not None:
+        top = DraftHead.of(head)
+    if width is None or top is None:
+        return Children(score(reads), reads=reads)
     ids, log_probs, _ = top.top(reads, min(width, top.vocabulary))  # [n, width] each
-    return Likeliest(ids, log_probs)
+    return Children(ids=ids, log_probs=log_probs, reads=reads)
 
 
 def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

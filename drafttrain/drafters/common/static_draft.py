@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
-from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.rows import DraftPass, JointSession, Nodes
 from drafttrain.drafters.common.tensor_growth import Grown, TensorGrowth
-from drafttrain.drafters.common.tree_growth import Likeliest, Logits
+from drafttrain.drafters.common.tree_growth import Children
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.graphs import (
     BUCKETS,
@@ -38,7 +37,7 @@ from drafttrain.ops.graphs import (
 from drafttrain.ops.sampling import Sampler, SamplingParams
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
 from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, packed_tree_attention
-from drafttrain.ops.tree_cache import TreeCache
+from drafttrain.ops.tree_cache import CacheShape, TreeCache
 
 _WORD = 32  # bits of a word of ancestor masks
 _MOST_OPENED = BUCKETS[-1]  # nodes of all trees at one depth, and of one tree
@@ -343,11 +342,10 @@ class GrowStep:
             drafter.cache_shape,
         )
         first, ask = drafter.draft(steps.roots[self.rows], places, None)
-        count = len(self.rows)
-        trees = torch.arange(count, device=self.rows.device)[:, None]  # [R, 1]
+        trees = torch.arange(len(self.rows), device=self.rows.device)[:, None]  # [R, 1]
         before = 1  # nodes of a tree that were opened last
 
-        def below(depth: int, tokens: Tensor, parents: Tensor) -> Logits:
+        def below(depth: int, tokens: Tensor, parents: Tensor) -> Children:
             nonlocal before
             above = trees * before + parents  # [R, m]
             before = tokens.shape[1]
@@ -358,18 +356,10 @@ class GrowStep:
                 above=above.flatten,
                 place=partial(places.open, depth, parents),
             )
-            return _by_tree(ask(nodes).logits, count)
+            return ask(nodes)
 
-        grown = self.growth.grow(_by_tree(first.logits, count), below, self.params, self.uniforms)
+        grown = self.growth.grow(first, below, self.params, self.uniforms)
         return grown._replace(tokens=drafter.kept_ids[grown.tokens])
-
-
-def _by_tree(logits: Logits, trees: int) -> Logits:
-    """Logits [R * m, d] of the nodes of R trees -> [R, m, d], and confidences likewise."""
-    assert not isinstance(logits, Likeliest), "all logits were asked for"
-    if isinstance(logits, tuple):
-        return logits[0].unflatten(0, (trees, -1)), logits[1].unflatten(0, (trees, -1))
-    return logits.unflatten(0, (trees, -1))
 
 
 class DraftSteps:

@@ -21,14 +21,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafttrain.drafters.common.tree_growth import Logits
+from drafttrain.drafters.common.tree_growth import Children
 from drafttrain.drafters.common.tree_spec import TreeSpec, ranks_below
 from drafttrain.ops.sampling import SamplingParams, pick, probabilities, top_log_probs
 
 # (depth of the nodes to open, from 1; their drafter ids [R, m]; their parents [R, m] among the
-# nodes that were opened before) -> logits [R, m, d] of their children, or [R, 1, d] for all of
-# them; perhaps with confidences [R, m]
-Ask = Callable[[int, Tensor, Tensor], Logits]
+# nodes that were opened before) -> their children, [R * m, .], or [R, .] for all of a tree
+Ask = Callable[[int, Tensor, Tensor], Children]
 _DEAD = -math.inf
 
 
@@ -158,7 +157,7 @@ class TensorGrowth:
 
     def grow(
         self,
-        first: Logits,
+        first: Children,
         ask: Ask,
         params: SamplingParams | None = None,
         uniforms: Tensor | None = None,
@@ -166,12 +165,12 @@ class TensorGrowth:
         """Grows R trees.
 
         Args:
-            first: logits [R, 1, d] of the roots' children, perhaps with confidences [R, 1].
+            first: of the roots' children, [R, .].
             params, uniforms: for sampled chains: the distribution, and a number [R, depth] float64
                 per token.
         """
-        logits = first
-        rows = len(first[0]) if isinstance(first, tuple) else len(first)
+        children = first
+        rows = len(first.scores)
         # Score and number of each opened node, [R, m].
         above = torch.zeros(rows, 1, dtype=torch.float64, device=self.device)
         numbers = torch.full((rows, 1), -1, device=self.device)
@@ -184,10 +183,10 @@ class TensorGrowth:
         for depth, level in enumerate(self.levels):
             # The children of the opened nodes, [R, m, width].
             if uniforms is not None and params is not None:
-                tokens, values, q = _drawn(logits, params, uniforms[:, depth])
+                tokens, values, q = _drawn(children, params, uniforms[:, depth])
                 proposals.append(q)
             else:
-                values, tokens = _top(logits, level.width, above.shape[1])
+                values, tokens = _top(children, level.width, above)
             tokens, scores, parents = _candidates(level, tokens, values, above, numbers)
             all_tokens.append(tokens)
             all_scores.append(scores)
@@ -195,13 +194,13 @@ class TensorGrowth:
             if depth == len(self.opens):
                 break
 
-            # The nodes to open next, and the logits of their children.
+            # The nodes to open next, and their children.
             chosen, above = self._choose(level, scores, self.opens[depth])
             numbers = chosen + begin
             # The parents [R, m] of candidates among the opened nodes.
             above_nodes = chosen // level.width if level.nodes is None else level.nodes[chosen]
             begin += level.candidates
-            logits = ask(depth + 1, tokens.gather(1, chosen), above_nodes)
+            children = ask(depth + 1, tokens.gather(1, chosen), above_nodes)
         return self._finish(
             torch.cat(all_tokens, dim=1),
             torch.cat(all_scores, dim=1),
@@ -270,37 +269,32 @@ class TensorGrowth:
         return Grown(tokens.gather(1, kept), above, scores.gather(1, kept), counts, q)
 
 
-def _top(logits: Logits, width: int, count: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (times confidences) and drafter ids of the likeliest children of m nodes.
+def _top(children: Children, width: int, above: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (times confidences) and drafter ids of the likeliest children.
 
-    Both [R, m, width].
+    Both [R, m, width], of the nodes of `above` [R, m].
     """
-    confidence = None
-    if isinstance(logits, tuple):
-        logits, confidence = logits
-    shape = logits.shape[:2]
-    values, ids = top_log_probs(logits.flatten(0, 1), width)
-    values = values.unflatten(0, shape)
-    if confidence is not None:
-        values = values + confidence.log()[:, :, None]
-    ids = ids.unflatten(0, shape)
-    return values.double().expand(-1, count, -1), ids.expand(-1, count, -1)
+    assert children.logits is not None, "all logits were asked for"
+    values, ids = top_log_probs(children.logits, width)
+    if children.confidence is not None:
+        values = values + children.confidence.log()[:, None]
+    rows, count = above.shape
+    values = values.double().unflatten(0, (rows, -1)).expand(-1, count, -1)
+    return values, ids.unflatten(0, (rows, -1)).expand(-1, count, -1)
 
 
 def _drawn(
-    logits: Logits,
+    children: Children,
     params: SamplingParams,
     uniforms: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draws a chain's next token: ids and log-probabilities [R, 1, 1], and q [R, d]."""
-    confidence = None
-    if isinstance(logits, tuple):
-        logits, confidence = logits
-    q = probabilities(logits[:, 0], params)  # [R, d]
+    assert children.logits is not None
+    q = probabilities(children.logits, params)  # [R, d]
     tokens = pick(q, uniforms)[:, None]  # [R, 1]
     values = q.gather(1, tokens).log()
-    if confidence is not None:
-        values = values + confidence.log()
+    if children.confidence is not None:
+        values = values + children.confidence.log()[:, None]
     return tokens[:, None], values.double()[:, None], q
 
 

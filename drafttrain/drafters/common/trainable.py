@@ -22,7 +22,7 @@ from drafttrain.drafters.base import (
 )
 from drafttrain.drafters.common import lora, rows
 from drafttrain.drafters.common.context_tokens import ContextVocabulary
-from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary
+from drafttrain.drafters.common.layers import DraftLayer, Rotary
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, JointSession, Places
 from drafttrain.drafters.common.saving import NamedDrafter, SavedWeights
 from drafttrain.drafters.common.static_draft import DraftSteps
@@ -40,7 +40,7 @@ from drafttrain.formats.weights import (
 from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, pack
-from drafttrain.ops.tree_cache import ROOM, TreeCache
+from drafttrain.ops.tree_cache import ROOM, CacheShape, TreeCache
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
 from drafttrain.values import check, kinds_of

@@ -27,26 +27,53 @@ from drafttrain.drafters.common.tree_spec import TreeSpec, ranks_below
 from drafttrain.ops.sampling import Sampler, draw_distinct, probabilities, top_log_probs
 
 
-class Likeliest(NamedTuple):
-    """The top tokens of m nodes, or one row for all; a tree that draws nothing needs no more."""
+class Children(NamedTuple):
+    """What the children of n nodes are drafted from: all logits, or the top tokens alone.
 
-    ids: Tensor  # [m, w] int64 drafter ids
-    log_probs: Tensor  # [m, w] float32, descending
+    Attributes:
+        logits: [n, d].
+        ids, log_probs: [n, w] int64 drafter ids and float32, descending; a tree that draws nothing
+            needs no more.
+        confidence: [n], see above. reads: [n, h] the head's input, if tokens may join the
+            vocabulary.
+        shared: row i belongs to all nodes of sequence i, instead of to node i.
+    """
 
+    logits: Tensor | None = None
+    ids: Tensor | None = None
+    log_probs: Tensor | None = None
+    confidence: Tensor | None = None
+    reads: Tensor | None = None
+    shared: bool = False
 
-# Logits [m, d] of m nodes' children, or [1, d] for all of them; perhaps with confidences [m]. Or
-# their top tokens.
-Logits = Tensor | tuple[Tensor, Tensor] | Likeliest
+    @property
+    def scores(self) -> Tensor:
+        """[n, d or w] the logits, or what is there in their place."""
+        if self.logits is not None:
+            return self.logits
+        assert self.log_probs is not None
+        return self.log_probs
+
+    def part(self, where: slice) -> Children:
+        """Those of some of the nodes."""
+        tensors = {}
+        for name, value in self._asdict().items():
+            if isinstance(value, Tensor):
+                tensors[name] = value[where]
+        return self._replace(**tensors)  # type: ignore[arg-type]
+
+    def every(self, count: int, depth: int) -> Children:
+        """Those of a depth, of `count` depths that stand together for each sequence."""
+        return self.part(slice(depth, None, count))
 
 
 class GrowingTree:
     """One sequence's tree while it grows.
 
-    `tokens` and `parents` are the nodes to open next; `grow` takes the logits of their children.
+    `tokens` and `parents` are the nodes to open next; `grow` takes their children.
 
     Args:
-        root: logits [d] of the root's children, perhaps with a confidence, a scalar; or their top
-            tokens [w].
+        root: of the root's children, one row.
         kept_ids: [d] target id of each drafter id; None if the vocabularies are the same.
         sampler: draws the tokens if `spec.sampled`. q is the drafter's distribution under the
             target's temperature, top-k, top-p and min-p; it ignores the repetition penalty, which
@@ -64,7 +91,7 @@ class GrowingTree:
     def __init__(
         self,
         spec: TreeSpec,
-        root: Logits,
+        root: Children,
         kept_ids: Tensor | None = None,
         sampler: Sampler | None = None,
         max_depth: int | None = None,
@@ -75,8 +102,7 @@ class GrowingTree:
         self.kept_ids = kept_ids
         self.sampler = sampler if spec.sampled else None
         self.row = row
-        first = root[0] if isinstance(root, tuple) else root  # without confidence
-        self.device = first.device
+        self.device = root.scores.device
         self.done = False
         self.opened: list[int] = []
         # Order of the first node of the level being opened, and of the level above.
@@ -97,13 +123,13 @@ class GrowingTree:
         self._q: list[Tensor] = []  # [., d] each
         self._level = [-1]  # nodes whose children come next; the root
         if self._depths_left:
-            self.grow(rows_of(root, None))
+            self.grow(root)
         else:
             self.done = True
 
-    def grow(self, logits: Logits) -> None:
+    def grow(self, children: Children) -> None:
         """Adds the children of the nodes just opened, and selects the nodes to open next."""
-        level = self._add_children(self._level, logits)
+        level = self._add_children(self._level, children)
         self._depths_left -= 1
         if not self._depths_left:
             self.done = True
@@ -165,19 +191,10 @@ class GrowingTree:
             return ()
         return self._paths[node]
 
-    def _add_children(self, parents: list[int], logits: Logits) -> list[int]:
-        """Adds candidates below the nodes `parents`; returns their numbers."""
-        full: Tensor | None = None  # [m or 1, d]
-        confidence = None
-        if isinstance(logits, Likeliest):
-            tokens, scores = logits  # [m or 1, w] each
-            size = tokens.shape[-1]
-        else:
-            if isinstance(logits, tuple):
-                full, confidence = logits
-            else:
-                full = logits
-            size = full.shape[-1]
+    def _add_children(self, parents: list[int], children: Children) -> list[int]:
+        """Adds candidates below the nodes `parents`, from [m or 1, .]; returns their numbers."""
+        full = children.logits
+        size = children.scores.shape[-1]
         wanted = [self._ranks(parent) for parent in parents]
         highest = max(map(max, wanted))  # rank of any child
         width = min(1 + highest, size)
@@ -185,6 +202,9 @@ class GrowingTree:
         if self.sampler is None:
             if full is not None:
                 scores, tokens = top_log_probs(full, width)  # [m or 1, width] each
+            else:
+                assert children.ids is not None
+                scores, tokens = children.scores, children.ids
             if scores.shape[0] < len(parents):
                 scores = scores.expand(len(parents), -1)
                 tokens = tokens.expand(len(parents), -1)
@@ -195,8 +215,8 @@ class GrowingTree:
             tokens = draw_distinct(q, width, self.sampler.generator)
             scores = q.gather(-1, tokens.clamp_min(0)).log()
             self._q.append(q)
-        if confidence is not None:
-            scores = scores + confidence.log().unsqueeze(1)
+        if children.confidence is not None:
+            scores = scores + children.confidence.log().unsqueeze(1)
 
         # One transfer from the device, then lists.
         first = len(self._tokens)
@@ -229,15 +249,6 @@ class GrowingTree:
         self.opened = self.opened + self.parents
 
 
-def rows_of(logits: Logits, where: int | slice | None) -> Logits:
-    """Rows of logits, or a single one with its first dimension added (None)."""
-    if isinstance(logits, Likeliest):
-        return Likeliest(logits.ids[where], logits.log_probs[where])
-    if isinstance(logits, tuple):
-        return (logits[0][where], logits[1][where])
-    return logits[where]
-
-
 def widest(specs: Sequence[TreeSpec]) -> int | None:
     """The most top tokens that any node of these trees needs; None if some tokens are drawn.
 
@@ -255,19 +266,19 @@ def widest(specs: Sequence[TreeSpec]) -> int | None:
 
 
 def grow_trees(
-    trees: Sequence[GrowingTree], step: Callable[[list[GrowingTree], int], Sequence[Logits]]
+    trees: Sequence[GrowingTree], step: Callable[[list[GrowingTree], int], Sequence[Children]]
 ) -> list[TokenTree]:
     """Grows the trees of several sequences together, one drafter step per depth.
 
     Args:
         step: (trees that are not done, depth of their nodes' children, from 1) -> each tree's
-            logits.
+            children.
     """
     growing = [tree for tree in trees if not tree.done]
     depth = 0
     while growing:  # small trees end before deep ones
         depth += 1
-        for tree, logits in zip(growing, step(growing, depth), strict=True):
-            tree.grow(logits)
+        for tree, children in zip(growing, step(growing, depth), strict=True):
+            tree.grow(children)
         growing = [tree for tree in growing if not tree.done]
     return [tree.finish() for tree in trees]

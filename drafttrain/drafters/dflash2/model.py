@@ -28,7 +28,7 @@ from drafttrain.batch import Attend
 from drafttrain.drafters.common.block import Paths
 from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
-from drafttrain.drafters.common.tree_growth import Logits
+from drafttrain.drafters.common.tree_growth import Children
 from drafttrain.errors import UserError
 from drafttrain.losses import Aligned, linear_divergence
 from drafttrain.values import Count, Size, Weight
@@ -172,7 +172,7 @@ class DFlash2(MarkovBlock):
         out = linear_divergence(reads, head, *aligned, config.loss)
         return config.unary_weight * out.loss, []
 
-    def conditional(self, logits: Tensor, at: Paths) -> tuple[Logits, Tensor | None]:
+    def conditional(self, logits: Tensor, at: Paths) -> tuple[Children, Tensor | None]:
         count = self.config.selector_top_k
         if not 0 < count < logits.shape[-1]:
             return super().conditional(logits, at)
@@ -180,7 +180,7 @@ class DFlash2(MarkovBlock):
         unary, ids = logits.topk(count)  # [n, k] each
         scores = torch.einsum("nr,nkr->nk", pair, self.markov_out.weight[ids])
         scores = unary + scores.to(logits.dtype)
-        return torch.full_like(logits, -torch.inf).scatter(1, ids, scores), states
+        return Children(torch.full_like(logits, -torch.inf).scatter(1, ids, scores)), states
 
 
 KIND = DFlash2

@@ -102,9 +102,9 @@ class DraftModelSession(JointSession):
         self.parents = tree.opened
         return new
 
-    def logits_of(self, children: Children) -> Tensor:
-        assert isinstance(children.logits, Tensor)
-        return children.logits[:, self.columns]
+    def read_children(self, children: Children) -> Children:
+        assert children.logits is not None
+        return children._replace(logits=children.logits[:, self.columns])
 
 
 class OwnVocabularySession(DraftModelSession):

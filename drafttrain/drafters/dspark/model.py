@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from drafttrain.drafters.common.block import Paths
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
-from drafttrain.drafters.common.tree_growth import Logits
+from drafttrain.drafters.common.tree_growth import Children
 from drafttrain.errors import UserError
 from drafttrain.losses import Aligned
 from drafttrain.target import Target
@@ -109,11 +109,10 @@ class DSpark(MarkovBlock):
             return None
         return self.joint_proj.weight.new_zeros(count, self.config.markov_rank)
 
-    def conditional(self, logits: Tensor, at: Paths) -> tuple[Logits, Tensor | None]:
+    def conditional(self, logits: Tensor, at: Paths) -> tuple[Children, Tensor | None]:
         corrected, states = super().conditional(logits, at)
-        assert isinstance(corrected, Tensor)
         confidence = torch.sigmoid(self.confide(at.reads, at.parents))
-        return (corrected, confidence), states
+        return corrected._replace(confidence=confidence), states
 
     def confide(self, reads: Tensor, parents: Tensor) -> Tensor:
         """[n] float32, the confidence before the sigmoid, from reads [n, h] and parents [n]."""
