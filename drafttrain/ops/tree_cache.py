@@ -77,14 +77,68 @@ def _on_gpu(query: Tensor) -> bool:
     return query.is_cuda and has_triton()
 
 
-def check_distinct(new: Sequence[tuple[int, object]], rows: int) -> None:
-    """Raises ValueError: a part is of a row that does not exist, or two are of one row."""
-    named = [row for row, _ in new]
-    if len(set(named)) < len(named) or not all(0 <= row < rows for row in named):
-        raise ValueError(f"rows={named} must be distinct numbers from 0 to {rows - 1}")
+class CacheRows:
+    """The rows of a cache, each with a sequence, and where the tokens of a forward stand in them.
+
+    Args:
+        capacity: positions per row: the longest sequence plus one round's new tokens.
+        rows: sequences held at a time.
+
+    Attributes:
+        lengths: L, committed tokens of each row.
+        shifts: position of each row's next token less its index: images may take fewer positions
+            than tokens.
+        base: positions that are dropped; slot 0 holds the next one.
+        opened: row and layout of each part of the announced forward.
+    """
+
+    base = 0
+
+    def __init__(self, capacity: int, rows: int):
+        self.capacity = capacity
+        self.rows = rows
+        self.lengths = [0] * rows
+        self.shifts = [0] * rows
+        self.opened: list[tuple[int, TreeLayout]] = []
+
+    @property
+    def counted(self) -> str:
+        """The number of rows, in words."""
+        return "1 row" if self.rows == 1 else f"{self.rows} rows"
+
+    def clear(self, row: int) -> None:
+        """Empties a row for its next sequence."""
+        self.lengths[row] = 0
+        self.shifts[row] = 0
+
+    def lay_out(self, new: Sequence[tuple[int, Sequence[int] | int | TreeLayout]]) -> None:
+        """Sets `opened`, see `open`.
+
+        Raises:
+            ValueError: a part is of a row that does not exist, or two are of one row.
+        """
+        named = [row for row, _ in new]
+        if len(set(named)) < len(named) or not all(0 <= row < self.rows for row in named):
+            raise ValueError(f"rows={named} must be distinct numbers from 0 to {self.rows - 1}")
+        self.opened = []
+        for row, shape in new:
+            if isinstance(shape, TreeLayout):
+                layout = shape
+            elif isinstance(shape, int):
+                layout = TreeLayout(self.lengths[row], count=shape)
+            else:
+                layout = TreeLayout(self.lengths[row], shape)
+            layout.base = self.base + self.shifts[row]
+            self.opened.append((row, layout))
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """[1, N] int64 position ids of the announced forward."""
+        parts = [layout.positions() for _, layout in self.opened]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return joined.to(device)
 
 
-class TreeCache:
+class TreeCache(CacheRows):
     """Keys and values of several sequences, and the attention of packed forwards over them.
 
     It is an `AttentionContext`.
@@ -110,11 +164,6 @@ class TreeCache:
         window: positions that a token sees, its own included; 0 for all. Only for one row.
 
     Attributes:
-        lengths: L of each row.
-        shifts: position of each row's next token less its index: images may take fewer positions
-            than tokens.
-        base: positions that are dropped; slot 0 holds the next one.
-        opened: row and layout of each part of the announced forward.
         nbytes: bytes of all buffers, which the first forward allocates.
     """
 
@@ -127,20 +176,15 @@ class TreeCache:
     ):
         if window:
             capacity = min(capacity, 2 * window + ROOM)
-        self.capacity = capacity
-        self.rows = rows
+        super().__init__(capacity, rows)
         self.dtype = dtype
         self.window = window
-        self.lengths = [0] * rows
-        self.shifts = [0] * rows
-        self.base = 0
         # Per layer keys and values [kv_heads, rows * capacity, e]: one slot axis, so that all rows
         # move in one gather.
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._mover: SlotMover | None = None  # of the present buffers
         self._addresses: Addresses | None = None  # of the present buffers
-        # The announced forward, and what attention derives from it on first use.
-        self.opened: list[tuple[int, TreeLayout]] = []
+        # What attention derives from the announced forward on first use.
         self._slots: Tensor | None = None
         self._plan: PackedPlan | None = None
         self._plan_device: torch.device | None = None
@@ -152,12 +196,8 @@ class TreeCache:
         return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
 
     def __str__(self) -> str:
-        rows = "1 row"
-        if self.rows != 1:
-            rows = f"{self.rows} rows"
-        return (
-            f"key/value cache {self.nbytes / 2**20:,.1f} MiB ({rows} x {self.capacity:,} positions)"
-        )
+        size = f"{self.counted} x {self.capacity:,} positions"
+        return f"key/value cache {self.nbytes / 2**20:,.1f} MiB ({size})"
 
     def allocate(self, layers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Makes the buffers before the first forward, all zero.
@@ -186,9 +226,7 @@ class TreeCache:
         return made
 
     def clear(self, row: int) -> None:
-        """Empties a row for its next sequence."""
-        self.lengths[row] = 0
-        self.shifts[row] = 0
+        super().clear(row)
         self.base = 0
 
     def reserve(self, capacity: int) -> None:
@@ -253,34 +291,19 @@ class TreeCache:
             UserError: a row's tokens do not fit.
             ValueError: a row that does not exist or occurs twice.
         """
-        check_distinct(new, self.rows)
-        self.opened = []
+        self.lay_out(new)
         self._slots = None
         self._plan = None
         self._cpu_plan = None
         self._planned = False
-        for row, shape in new:
-            length = self.lengths[row]
-            if isinstance(shape, TreeLayout):
-                layout = shape
-            elif isinstance(shape, int):
-                layout = TreeLayout(length, count=shape)
-            else:
-                layout = TreeLayout(length, shape)
+        layouts = [layout for _, layout in self.opened]
+        for layout in layouts:
             if layout.end > self.capacity:
                 raise UserError(
                     f"the key/value cache holds {self.capacity} positions, but {layout.prefix_len} + "
                     f"{layout.held + layout.count} are needed; use a smaller tree or fewer new tokens"
                 )
-            layout.base = self.base + self.shifts[row]
-            self.opened.append((row, layout))
-        return [layout for _, layout in self.opened]
-
-    def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """[1, N] int64 position ids of the announced forward."""
-        parts = [layout.positions() for _, layout in self.opened]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return joined.to(device)
+        return layouts
 
     def attend(
         self,

@@ -29,7 +29,7 @@ from transformers.utils import ModelOutput
 
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.tree_attention import TreeLayout
-from drafttrain.ops.tree_cache import check_distinct
+from drafttrain.ops.tree_cache import CacheRows
 from drafttrain.target.own_cache import Continuation, leaves_of
 from drafttrain.target.proof import ProvenModel
 
@@ -55,7 +55,7 @@ class _Part(NamedTuple):
     drafted: bool  # whether tokens may be rejected
 
 
-class SnapshotCache:
+class SnapshotCache(CacheRows):
     """The caches of several sequences on the snapshot path, with the interface of `TreeCache`.
 
     Args:
@@ -64,7 +64,6 @@ class SnapshotCache:
         rows: sequences held at a time.
 
     Attributes:
-        lengths: committed tokens of each row. shifts: as in `TreeCache`.
         passes: number of forwards by purpose: "read" (new tokens), "snapshot" (a snapshot that
             moves on).
     """
@@ -75,12 +74,9 @@ class SnapshotCache:
         capacity: int,
         rows: int = 1,
     ):
+        super().__init__(capacity, rows)
         self.target = target
-        self.capacity = capacity
-        self.rows = rows
         self.how: Continuation = target.continuation
-        self.lengths = [0] * rows
-        self.shifts = [0] * rows
         self.passes: Counter[str] = Counter()
         self._held: dict[int, _Held] = {}  # by row
         self._since: list[list[int]] = [[] for _ in range(rows)]
@@ -102,15 +98,10 @@ class SnapshotCache:
         return total
 
     def __str__(self) -> str:
-        rows = "1 row"
-        if self.rows != 1:
-            rows = f"{self.rows} rows"
-        return f"the model's own cache {self.nbytes / 2**20:,.1f} MiB ({rows}, {self.how})"
+        return f"the model's own cache {self.nbytes / 2**20:,.1f} MiB ({self.counted}, {self.how})"
 
     def clear(self, row: int) -> None:
-        """Empties a row for its next sequence."""
-        self.lengths[row] = 0
-        self.shifts[row] = 0
+        super().clear(row)
         self._since[row] = []
         self._held.pop(row, None)
 
@@ -156,29 +147,15 @@ class SnapshotCache:
         Raises:
             ValueError: a row that does not exist or occurs twice.
         """
-        check_distinct(new, self.rows)
+        self.lay_out(new)
         self._open = []
         self._read = {}
-        for row, shape in new:
-            length = self.lengths[row]
-            if isinstance(shape, int):
-                layout = TreeLayout(length, count=shape)
-                part = _Part(row, layout, [list(range(shape))], drafted=False)
-            else:
-                layout = TreeLayout(length, shape)
-                part = _Part(
-                    row,
-                    layout,
-                    _paths(shape),
-                    drafted=len(shape) > 0,
-                )
-            layout.base = self.shifts[row]
-            self._open.append(part)
+        for row, layout in self.opened:
+            paths = [list(range(layout.count))]
+            if layout.parents is not None:
+                paths = _paths(layout.parents)
+            self._open.append(_Part(row, layout, paths, drafted=bool(layout.parents)))
         return [part.layout for part in self._open]
-
-    def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """[1, N] int64 position ids of the announced forward."""
-        return torch.cat([part.layout.positions() for part in self._open], dim=1).to(device)
 
     def forward(self, input_ids: Tensor, layers: Sequence[int]) -> TargetOutput:
         """Reads the announced tokens [1, N], row after row; returns states in this order."""
