@@ -171,14 +171,12 @@ class PathHeads(TrainableDrafter):
         By least squares; see `Drafter.solve_start`.
         """
         fits: dict[int, LeastSquares] = {}  # by the index of the map
-        power = 0.0  # of the target's states
         for batch in batches:
             features, rows, row_of = source(batch)
             for k, (at, state) in enumerate(self.walk(batch, features)):
                 index, x = self.fitted(state, k)
                 y = rows.hidden[row_of.flatten()[at]].float()  # [t, h]
                 fits.setdefault(index, LeastSquares()).add(x.float(), y)
-                power += float(y.square().sum())
         explained = 0.0
         for index, fit in fits.items():
             if not fit.count:  # no response is as long
@@ -189,6 +187,7 @@ class PathHeads(TrainableDrafter):
             own = ((found @ fit.xx) * found).sum()
             explained += float(crossed - own)
             self.take_map(index, found, rows.weight.float())
+        power = sum(fit.power for fit in fits.values())
         return explained / max(power, 1e-9)
 
     # -- proposal half -----------------------------------------------------------------------------

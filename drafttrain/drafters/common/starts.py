@@ -187,6 +187,7 @@ class LeastSquares:
     def __init__(self) -> None:
         self.xx = torch.empty(0)  # [i, i] sum of x x'
         self.xy = torch.empty(0)  # [i, o] sum of x y'
+        self.power = 0.0  # sum of y' y
         self.count = 0
 
     def add(self, x: Tensor, y: Tensor) -> None:
@@ -199,7 +200,12 @@ class LeastSquares:
         else:
             self.xx = xx
             self.xy = xy
+        self.power += float(y.square().sum())
         self.count += len(x)
+
+    def explained(self, maps: Tensor) -> float:
+        """Share of the power of y that predictions m x have, those of maps [o, i]."""
+        return float(((maps @ self.xx) * maps).sum()) / self.power
 
     def solve(self, least: float | None = None) -> Tensor:
         """[o, i]. The ridge is a share of the inputs' mean power. With `least` it is one of each
@@ -223,13 +229,11 @@ def linear_start(drafter: Any, batches: list[Batch], source: Source) -> float:
     # The first map, from features to states.
     first = LeastSquares()
     squares = 0.0
-    power = 0.0
     for batch in batches:
         features, rows, row_of = source(batch)
         hidden = rows.hidden.float()  # [n, target h]
         y = unit(hidden) @ project  # [n, h]
         squares += float((hidden @ project).square().mean(-1).sum())  # of the states as they are
-        power += float(y.square().mean(-1).sum())  # of RMS 1, less what a narrow drafter drops
         first.add(drafter.norm_features(features[row_of >= 0]).float(), y)
     fc = first.solve()  # [h, f * target h]
 
@@ -266,7 +270,7 @@ def linear_start(drafter: Any, batches: list[Batch], source: Source) -> float:
         drafter.norm.weight.fill_(scale)
         scaled = drafter.norm.weight
     set_temperature(drafter, batches[0], source, scaled)
-    return rho**2 / (power / first.count)
+    return second.explained(maps)
 
 
 def _projection(drafter: Any, batches: list[Batch], source: Source) -> Tensor:
@@ -406,7 +410,6 @@ def projection_start(
     """
     fit = LeastSquares()
     sizes: tuple[Tensor, Tensor] | None = None  # RMS of embeddings and of states
-    power = 0.0
     squares = 0.0
     for batch in batches:
         embeds, state, y = anchor_rows(drafter, batch, source)  # [n, h] each
@@ -418,18 +421,15 @@ def projection_start(
         # Inputs of about one size, so that the ridge does not decide between them.
         if sizes is None:
             sizes = (embeds.square().mean().sqrt(), state.square().mean().sqrt())
-        power += float(y.square().mean(-1).sum())
         fit.add(torch.cat((embeds / sizes[0], state / sizes[1]), dim=-1), y)
     assert sizes is not None, "there are batches"
     maps = fit.solve()  # [h, 2h]
-    # Mean square of predictions against that of y.
-    explained = float(((maps @ fit.xx) * maps).sum()) / len(maps) / power
     left, right = maps.chunk(2, dim=1)  # [h, h] each, of the scaled inputs
     weight = torch.cat((left / sizes[0], right / sizes[1]), dim=1)  # of inputs as they are
     for projection in projections:
         projection.weight.copy_(weight)
     _zero_outputs(drafter.decoder_layers)
-    return explained, (squares / fit.count) ** 0.5
+    return fit.explained(maps), (squares / fit.count) ** 0.5
 
 
 def set_temperature(
@@ -494,7 +494,6 @@ def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
         mean += both.sum(0)
     maps = fitted.solve(least=0.0)
     covariance = fitted.xx / fitted.count
-    explained = float(((maps @ covariance) * maps).sum() / h)
 
     if drafter.mask is not None:
         drafter.mask.copy_(MASK * torch.randn(h, generator=torch.Generator().manual_seed(0)))
@@ -506,7 +505,7 @@ def block_start(drafter: Any, batches: list[Batch], source: Source) -> float:
     drafter.eval()  # the same blocks, all of them, at every temperature
     set_temperature(drafter, batches[0], source, drafter.norm.weight)
     drafter.train(training)
-    return explained
+    return fitted.explained(maps)
 
 
 def _set_block_attention(
