@@ -78,6 +78,14 @@ class Part:
         """
         return attend
 
+    def to_heads(self, x: Tensor, counts: list[int], keys: bool = False) -> Tensor:
+        """Tokens [n, heads, e] of this process -> all tokens, of the heads that it attends with."""
+        return x
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        """Of values [heads], those of the heads that this process attends with."""
+        return x
+
 
 @dataclass
 class Batch:

@@ -141,15 +141,14 @@ class SharedPart(Part):
 
     def attend(self, attend: Attend, queries: list[int], keys: list[int]) -> Attend:
         def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            heads, e = query.shape[1:]
             # [all tokens, heads / size, e] each
             found = attend(
                 self.to_heads(query, queries),
                 self.to_heads(key, keys, keys=True),
                 self.to_heads(value, keys, keys=True),
             )
-            found = found.view(sum(queries), -1, e)
-            return self.to_tokens(found, queries).reshape(-1, heads * e)
+            found = found.unflatten(1, (query.shape[1] // self.group.size, -1))
+            return self.to_tokens(found, queries).flatten(1)
 
         return shared
 
@@ -176,6 +175,9 @@ class SharedPart(Part):
         pieces = padded.view(most, size, heads // size, e).transpose(0, 1)
         found = self.group.exchange(pieces)  # [size, most, heads / size, e]
         return torch.cat([piece[:count] for piece, count in zip(found, counts, strict=True)])
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        return x.chunk(self.group.size)[self.group.rank]
 
     def to_tokens(self, x: Tensor, counts: list[int]) -> Tensor:
         """The reverse of `to_heads`.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ from drafttrain.ops.packing import (
 from drafttrain.ops.tree_attention import AttentionForm, CpuPlan
 from drafttrain.ops.tree_cache import Addresses
 
-T = TypeVar("T")
 # Attention of a caller: query [n, heads, e], key and value [n, kv_heads, e] -> [n, heads * e].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -295,27 +294,6 @@ class DecoderLayer:
             query = query[queries]
         self.finish(out, attend(query, key, value))
         return out
-
-
-class PlacedTables(Generic[T]):
-    """Rotary tables of the positions from 0 on, from which the kernels take the rows of their tokens.
-
-    Args:
-        compute: the tables of positions [n] int64.
-    """
-
-    def __init__(self, compute: Callable[[Tensor], T]):
-        self._compute = compute
-        self._kept: tuple[int, T | None] = (0, None)
-
-    def up_to(self, end: int) -> T:
-        """The tables of at least `end` positions, kept for later calls."""
-        count, tables = self._kept  # another thread may replace the tables by shorter ones
-        if tables is None or count < end:
-            count = max(256, 1 << end.bit_length())  # doubles: grows seldom
-            tables = self._compute(torch.arange(count))
-            self._kept = (count, tables)
-        return tables
 
 
 # struct form of cpu_layers.c: what a layer's attention computes.

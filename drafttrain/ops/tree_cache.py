@@ -56,23 +56,6 @@ class Addresses(NamedTuple):
     buffers: list[tuple[Tensor, Tensor]]
 
 
-class CacheShape(NamedTuple):
-    """Shape of a drafter's keys and values, [layers, kv_heads, capacity, head_dim]."""
-
-    windows: tuple[int, ...]  # positions that each layer's tokens see; 0 for all
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def layers(self) -> int:
-        return len(self.windows)
-
-    @property
-    def window(self) -> int:
-        """Positions that the cache keeps; 0 for all, as one layer without a window needs."""
-        return min(self.windows, default=0)
-
-
 def _on_gpu(query: Tensor) -> bool:
     return query.is_cuda and has_triton()
 

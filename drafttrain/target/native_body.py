@@ -16,14 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
-from drafttrain.ops.cpu_layers import (
-    AttentionModule,
-    DecoderLayer,
-    Ending,
-    GatedMLP,
-    LayerStack,
-    PlacedTables,
-)
+from drafttrain.ops.cpu_layers import AttentionModule, DecoderLayer, Ending, GatedMLP, LayerStack
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, without_grad
 from drafttrain.ops.tree_attention import CpuPlan
@@ -154,7 +147,7 @@ class NativeBody:
         plan, addresses = cache
         x = self._look_up(input_ids)
         # Kept tables begin at position 0, and the kernel picks the rows. Others are computed.
-        known = self.rotary.known(plan.positions)
+        known = self.rotary.known(x, plan.positions)
         tables = known
         if tables is None:
             tables = self.rotary.compute(x[None], context.positions())
@@ -276,26 +269,32 @@ class RotaryTables:
         named = getattr(module, "rope_type", "dynamic")
         kinds = named.values() if isinstance(named, dict) else [named]
         self._fixed = all(kind in ("default", "linear", "llama3", "yarn") for kind in kinds)
-        self._placed = PlacedTables(self._compute_placed)
+        self._known: Tables = []  # of positions from 0 on
 
     def tables(self, hidden: Tensor, position_ids: Tensor) -> Tables:
         """The tables at positions [1, n]."""
         places = position_ids[0]
-        known = self.known(max(places.tolist()) + 1)
+        known = self.known(hidden, max(places.tolist()) + 1)
         if known is None:
             return self.compute(hidden, position_ids)
         return [
             (cosine.index_select(0, places), sine.index_select(0, places)) for cosine, sine in known
         ]
 
-    def known(self, end: int) -> Tables | None:
-        """The tables of at least the positions [0, end); None if they depend on more, or are too long."""
+    def known(self, like: Tensor, end: int) -> Tables | None:
+        """The tables of at least the positions [0, end); None if they depend on more, or are too long.
+
+        Args:
+            like: a tensor of the states' dtype and device.
+        """
         if not self._fixed or end > _KNOWN_POSITIONS:
             return None
-        return self._placed.up_to(end)
-
-    def _compute_placed(self, positions: Tensor) -> Tables:
-        return self.compute(torch.empty(0, dtype=torch.float32), positions[None])
+        known = self._known  # another thread may replace the tables by shorter ones
+        if self.calls and (not known or len(known[0][0]) < end):
+            places = torch.arange(max(256, 1 << end.bit_length()), device=like.device)[None]
+            known = self.compute(like, places)
+            self._known = known
+        return known
 
     def compute(self, hidden: Tensor, position_ids: Tensor) -> Tables:
         """The tables at positions [1, n], by the model's own module."""

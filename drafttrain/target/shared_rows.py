@@ -55,27 +55,17 @@ class SharedRows:
 
         A process without tokens runs a spare one, which is left out here.
         """
-        group = self.part.group
-        own = self.counts[group.rank]
-        heads = query.shape[1] // group.size
         if form["sinks"] is not None:
-            # One value per head, of which this process attends with its own share.
-            form["sinks"] = form["sinks"][heads * group.rank : heads * (group.rank + 1)]
-        # [1, heads / size, n, e] each
-        query_part = self._all_tokens(query[0, :, :own], keys=False)
-        key_part = self._all_tokens(key[0, :, :own], keys=True)
-        value_part = self._all_tokens(value[0, :, :own], keys=True)
-        whole = self.inner.attend(
-            layer,
-            query_part,
-            key_part,
-            value_part,
-            **form,
-        )
-        out = self.part.to_tokens(whole[0], self.counts)  # [own, heads, e]
+            form["sinks"] = self.part.own_heads(form["sinks"])
+
+        def attend(*tensors: Tensor) -> Tensor:
+            """Of all tokens [n, heads / size, e] -> [n, heads / size * e]."""
+            by_head = [x.transpose(0, 1)[None] for x in tensors]
+            return self.inner.attend(layer, *by_head, **form)[0].flatten(1)
+
+        own = self.counts[self.part.group.rank]
+        shared = self.part.attend(attend, self.counts, self.counts)
+        out = shared(*[x[0, :, :own].transpose(0, 1) for x in (query, key, value)])
+        out = out.unflatten(1, (query.shape[1], -1))  # [own, heads, e]
         # The layer's code expects as many tokens as it passed, the spare one included.
         return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - own))[None]
-
-    def _all_tokens(self, x: Tensor, keys: bool) -> Tensor:
-        """[heads, own, e] -> [1, heads / size, n, e] of this process's heads."""
-        return self.part.to_heads(x.transpose(0, 1), self.counts, keys).transpose(0, 1)[None]

@@ -35,7 +35,6 @@ from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.losses import Aligned, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftStep, DraftWeights, kernel_of
 from drafttrain.ops.path_attention import Spans, block_attention
-from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
 
 
@@ -356,31 +355,22 @@ class BlockDrafter(DecoderDrafter):
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             base_key, base_value = attention.keys_values(context, cos, sin)  # [t, kv_heads, e]
-            _, heads, e = query.shape
-            sinks: list[Tensor] = [
-                x for x in (attention.attention_sink_bias,) if x is not None
-            ]  # [heads]
-            # Processes that share the rows exchange tokens for heads, attend, and exchange them back.
-            if isinstance(part, SharedPart):
-                key = part.to_heads(key, held, keys=True)
-                value = part.to_heads(value, held, keys=True)
-                base_key = part.to_heads(base_key, tokens, keys=True)
-                base_value = part.to_heads(base_value, tokens, keys=True)
-                query = part.to_heads(query, asked)
-                sinks = [x.chunk(part.group.size)[part.group.rank] for x in sinks]  # as the queries
-            out = block_attention(
+            own = [key, value]
+            if attention.attention_sink_bias is not None:
+                own.append(part.own_heads(attention.attention_sink_bias))
+            return block_attention(
                 query,
-                (key, value, *sinks),
-                (base_key, base_value),
+                own,
+                (
+                    part.to_heads(base_key, tokens, keys=True),
+                    part.to_heads(base_value, tokens, keys=True),
+                ),
                 spans,
                 window=self.config.windows[number],
                 causal=self.config.causal_layers[number],
             )
-            if not isinstance(part, SharedPart):
-                return out
-            return part.to_tokens(out.view(sum(asked), -1, e), asked).reshape(-1, heads * e)
 
-        return attend
+        return part.attend(attend, asked, held)
 
     def draw(
         self,

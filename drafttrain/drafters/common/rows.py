@@ -24,6 +24,7 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree
 from drafttrain.drafters.common.context_tokens import ContextTokens
+from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.tree_growth import Children as Children
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees, widest
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -31,7 +32,7 @@ from drafttrain.ops.cpu_draft import DraftHead, DraftStep, Placed, TreeShape
 from drafttrain.ops.packing import SKINNY_ROWS, without_grad
 from drafttrain.ops.sampling import Sampler
 from drafttrain.ops.tree_attention import AttentionForm, BlockLayout, CpuPlan, TreeLayout
-from drafttrain.ops.tree_cache import CacheShape, TreeCache
+from drafttrain.ops.tree_cache import TreeCache
 
 Sessions = Sequence[Any]  # of one drafter; the kind's own class
 # The target's likeliest next tokens and their probabilities, descending.
@@ -280,7 +281,7 @@ class HostPass(DraftPass):
             if room:
                 session.cache.reserve(end + room)
             caches.append(session.cache.addresses(step.shapes))
-        tables = self.sessions[0].drafter.rotary.placed.up_to(plan.positions + room)
+        tables = self.sessions[0].drafter.rotary.up_to(plan.positions + room)
         return Placed(plan, caches, tables, self.shape.window)
 
 

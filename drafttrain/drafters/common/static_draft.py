@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
+from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.rows import DraftPass, JointSession, Nodes
 from drafttrain.drafters.common.tensor_growth import Grown, TensorGrowth
 from drafttrain.drafters.common.tree_growth import Children
@@ -37,7 +38,7 @@ from drafttrain.ops.graphs import (
 from drafttrain.ops.sampling import Sampler, SamplingParams
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
 from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, packed_tree_attention
-from drafttrain.ops.tree_cache import CacheShape, TreeCache
+from drafttrain.ops.tree_cache import TreeCache
 
 _WORD = 32  # bits of a word of ancestor masks
 _MOST_OPENED = BUCKETS[-1]  # nodes of all trees at one depth, and of one tree

@@ -22,7 +22,7 @@ from drafttrain.drafters.base import (
 )
 from drafttrain.drafters.common import lora, rows
 from drafttrain.drafters.common.context_tokens import ContextVocabulary
-from drafttrain.drafters.common.layers import DraftLayer, Rotary
+from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary, WithHead
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, JointSession, Places
 from drafttrain.drafters.common.saving import NamedDrafter, SavedWeights
 from drafttrain.drafters.common.static_draft import DraftSteps
@@ -40,7 +40,7 @@ from drafttrain.formats.weights import (
 from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, pack
-from drafttrain.ops.tree_cache import ROOM, CacheShape, TreeCache
+from drafttrain.ops.tree_cache import ROOM, TreeCache
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
 from drafttrain.values import check, kinds_of
@@ -396,7 +396,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     propose_all = rows.propose
 
 
-class DecoderDrafter(TrainableDrafter):
+class DecoderDrafter(WithHead, TrainableDrafter):  # type: ignore[misc]  # as `TrainableDrafter`
     """A trained drafter of decoder layers, with a cache.
 
     A kind calls `finish` when it has made its modules.
@@ -404,14 +404,9 @@ class DecoderDrafter(TrainableDrafter):
     Attributes:
         adapted: only adapters are trained, in linear layers of its decoder layers and in what fuses
             their input.
-        lm_head: of the drafter's own; None: the target's, which `bind` attaches.
-        frozen: the target's head over the kept tokens; in a list, so that it is neither trained nor
-            saved.
         scales_head: the target's factor of logits is in the frozen rows.
     """
 
-    lm_head: nn.Linear | None
-    frozen: list[nn.Linear | PackedLinear]
     scales_head = True
 
     adapted = False
@@ -419,14 +414,6 @@ class DecoderDrafter(TrainableDrafter):
     stored = torch.float32  # of cached keys and values on a CPU
     name_options = ("extra_vocab_size",)
     context: ContextVocabulary | None = None  # set by `bind`
-
-    def make_head(self, own: bool) -> None:
-        """Makes the head, unless it is to be the target's."""
-        self.lm_head = None
-        if own:
-            self.lm_head = nn.Linear(
-                self.config.hidden_size, self.config.draft_vocab_size, bias=False
-            )
 
     def finish(self, layers: int, windows: Sequence[int] = ()) -> None:
         """Ends a kind's `__init__`.
@@ -539,18 +526,6 @@ class DecoderDrafter(TrainableDrafter):
     @property
     def joins_tokens(self) -> bool:
         return self.uses_text and self.config.extra_vocab_size > 0
-
-    @property
-    def head(self) -> nn.Linear | PackedLinear:
-        """The linear layer over the drafter's vocabulary."""
-        if self.lm_head is not None:
-            return self.lm_head
-        return self.frozen[0]
-
-    @property
-    def head_weight(self) -> Tensor:
-        """[d, h]."""
-        return self.head.weight
 
     def start(self, prompt_ids: Tensor, max_length: int) -> JointSession:
         cache = TreeCache(max_length + ROOM, dtype=self.stored, window=self.cache_shape.window)
