@@ -114,14 +114,7 @@ class GgufHeads(Shipping[D]):
                 "format='gguf' needs the target's tokenizer, and no target is recorded; pass --target"
             )
         drafter = self.load(trained)
-        target = load_shell(name)  # without weights
-        if self._needs_rows(drafter, target):
-            target = load_shell(
-                name,
-                dtype="float32",
-                device="cpu",
-                weights=True,
-            )
+        target = self._target(name, drafter)
         path = write_file(
             request.output / GGUF_NAME,
             self.gguf_arch,
@@ -185,6 +178,13 @@ class GgufHeads(Shipping[D]):
                     back=lambda rows: rows[-1],
                 )
         return form
+
+    def _target(self, name: str, drafter: D) -> Target:
+        """The target, with weights only where a file needs rows of them."""
+        target = load_shell(name)
+        if self._needs_rows(drafter, target):
+            return load_shell(name, dtype="float32", device="cpu", weights=True)
+        return target
 
     def _needs_table(self, drafter: D, target: Target) -> bool:
         """Whether a file needs the target's embedding."""
@@ -263,14 +263,7 @@ class GgufHeads(Shipping[D]):
         # Rows of the original that no file holds stay; all other values are the file's.
         back = original.blank()
         back.load_state_dict(original.state_dict())
-        target = load_shell(original.config.target["name"])
-        if self._needs_rows(original, target):
-            target = load_shell(
-                target.name,
-                dtype="float32",
-                device="cpu",
-                weights=True,
-            )
+        target = self._target(original.config.target["name"], original)
         form = self.gguf_form(back, target)
         factors = rope_factors(original.config)
         if factors is not None:

@@ -27,7 +27,7 @@ from drafttrain.ops.cpu_layers import AttentionModule, GatedMLP
 from drafttrain.ops.layer_ops import NormForm, Tables, add_norm, gate, rotate_heads
 from drafttrain.ops.packing import without_grad
 from drafttrain.ops.tree_attention import AttentionForm
-from drafttrain.target.attention import AttentionContext, CausalRows
+from drafttrain.target.attention import LAST, AttentionContext, CausalRows
 from drafttrain.target.native_body import (
     MLP_PARTS,
     PROOF_TOKENS,
@@ -37,8 +37,6 @@ from drafttrain.target.native_body import (
     is_gelu,
     proof_rows,
     record,
-    select_features,
-    wanted_inputs,
 )
 from drafttrain.target.proof import ProvenModel
 
@@ -189,23 +187,18 @@ class FusedBody:
         """
         state = self.embed(input_ids)[0].contiguous()  # [n, h]
         tables = self.tables(state, position_ids)
-        wanted = wanted_inputs(feature_layers)
-        caught = []
+        caught: dict[int, Tensor] = {}  # features [1, n, h] by layer
         added: Tensor | None = None  # by the layer before
         for index, layer in enumerate(self.layers):
             read = add_norm(state, added, layer.input_norm)
-            if index in wanted:
-                caught.append(state.clone())
+            if index in feature_layers:
+                caught[index] = state[None].clone()
             at = tables[self.rotary.of_layer[index]]
             added = layer.forward(index, state, read, at, context)
-        last = add_norm(state, added, self.norm)
-        if len(self.layers) in wanted:
-            caught.append(state)
-        between = state.new_empty(len(state), 0, state.shape[1])
-        if caught:
-            between = torch.stack(caught, dim=1)  # [n, wanted, h]
-        features = select_features(between, last, feature_layers, wanted)
-        return TargetOutput(features[None], last[None])
+        last = add_norm(state, added, self.norm)[None]  # [1, n, h]
+        caught[len(self.layers)] = state[None]
+        caught[LAST] = last
+        return TargetOutput.of(caught, feature_layers, last)
 
     def tables(self, state: Tensor, position_ids: Tensor) -> list[Tables]:
         """Cosine and sine [n, r] of each rotary table at positions [1, n]."""
