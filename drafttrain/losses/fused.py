@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
-from drafttrain.losses.spec import ACCEPTANCE, Loss
+from drafttrain.losses.spec import ACCEPTANCE, NAMES, Loss
 from drafttrain.ops.launch import run_kernel
 
 _BLOCK = 4096  # columns of the vocabulary per iteration of a program
@@ -134,14 +134,7 @@ def fused_step(
             grad.stride(0),
             width,
             1.0 / launch.temperature,
-            weights.get("kl", 0.0),
-            weights.get("reverse_kl", 0.0),
-            weights.get("js", 0.0),
-            weights.get("tv", 0.0),
-            weights.get("tvd++", 0.0),
-            weights.get("lk_alpha", 0.0),
-            weights.get("lk_lambda", 0.0),
-            weights.get("ce", 0.0),
+            *[weights.get(name, 0.0) for name in NAMES],
             launch.parameters.get("js", 0.5),
             launch.parameters.get("lk_lambda", 0.0),
             KL="kl" in weights or "lk_lambda" in weights,

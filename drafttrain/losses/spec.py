@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from drafttrain.errors import UserError, did_you_mean, shown
 from drafttrain.values import number as read_number
 
-# `divergence.DIVERGENCES` maps each name to its function.
+# `divergence.DIVERGENCES` maps each name to its function; the kernel takes weights in this order.
 NAMES = ("kl", "reverse_kl", "js", "tv", "tvd++", "lk_alpha", "lk_lambda", "ce")
 _DEFAULTS = {"js": 0.5, "lk_lambda": 3.0}  # parameters, of the losses that take one
 ACCEPTANCE = ("tv", "tvd++", "lk_alpha", "lk_lambda")  # they read the target's full distribution

@@ -272,18 +272,26 @@ def check(
     Raises:
         TypeError: another dtype. ValueError: another shape, layout or device.
     """
+    check_form(name, tensor, sizes, dtype)
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}, but the kernel reads contiguous CPU memory"
+        )
+
+
+def check_form(
+    name: str,
+    tensor: Tensor,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """As `check`, for any layout."""
     if tensor.dtype is not dtype:
         raise TypeError(f"{name} is {tensor.dtype}, but the kernel reads {dtype}; convert it first")
     if tensor.shape != sizes:
         raise ValueError(f"{name} has shape {list(tensor.shape)}, must have {list(sizes)}")
     if not tensor.is_cpu:
-        raise ValueError(
-            f"{name} is on {tensor.device}, but the kernel reads contiguous CPU memory"
-        )
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} has strides {tensor.stride()}, but the kernel reads contiguous CPU memory"
-        )
+        raise ValueError(f"{name} is on {tensor.device}, but the kernel reads CPU memory")
 
 
 def check_rows(name: str, tensor: Tensor, *row: int) -> int:

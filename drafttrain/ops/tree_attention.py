@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.ops.native import built_kernels, cpu_kernels
-from drafttrain.ops.packing import address_of
+from drafttrain.ops.packing import address_of, check_form
 
 # The CPU kernel keeps a token's ancestors in one 64-bit word. Chains are cut into pieces of as many.
 _KERNEL_TOKENS = 64
@@ -491,52 +491,35 @@ class CpuPlan:
         new: tuple[Tensor, Tensor] | None,
         form: AttentionForm,
     ) -> None:
-        tensors = {"query": query, "keys": keys, "values": values}
-        if new is not None:
-            tensors |= {"new key": new[0], "new value": new[1]}
-        for name, tensor in tensors.items():
-            wanted = torch.float32
-            if name in ("keys", "values") and keys.dtype in STORED:
-                wanted = keys.dtype
-            if tensor.dtype is not wanted or not tensor.is_cpu:
-                raise TypeError(
-                    f"{name} is {tensor.dtype} on {tensor.device}, must be {wanted} on the CPU"
-                )
         if query.dim() != 4 or keys.dim() != 3 or values.dim() != 3:
             raise ValueError("query must be [1, heads, N, e], keys and values [kv_heads, slots, e]")
         heads = query.shape[1]
         kv_heads, slots, e = keys.shape
         ve = values.shape[2]
-        n = self.tokens
-        served = {"query": (heads, e), "new key": (kv_heads, e), "new value": (kv_heads, ve)}
-        for name, (count, width) in served.items():
-            if name not in tensors:
-                continue
-            sizes = (1, count, n, width)
-            if tensors[name].shape != sizes:
-                raise ValueError(
-                    f"{name} has shape {list(tensors[name].shape)}, must have {list(sizes)}"
-                )
+        stored = torch.float32
+        if keys.dtype in STORED:
+            stored = keys.dtype
+        check_form("query", query, (1, heads, self.tokens, e))
+        check_form("keys", keys, (kv_heads, slots, e), stored)
+        check_form("values", values, (kv_heads, slots, ve), stored)
+        if new is not None:
+            check_form("new key", new[0], (1, kv_heads, self.tokens, e))
+            check_form("new value", new[1], (1, kv_heads, self.tokens, ve))
         if e % 16 or ve % 16 or not kv_heads or not heads or heads % kv_heads:
             raise ValueError(
                 f"heads={heads}, kv_heads={kv_heads}, widths {e} and {ve}: widths must be multiples of 16"
             )
-        if values.shape[:2] != keys.shape[:2] or slots < self.slots:
-            found = f"keys {list(keys.shape)} and values {list(values.shape)}"
-            raise ValueError(
-                f"{found} must be [kv_heads, slots, width] with at least {self.slots} slots"
-            )
+        if slots < self.slots:
+            raise ValueError(f"keys and values have {slots} slots, must have {self.slots} at least")
         if query.stride(-1) != 1 or keys.stride()[1:] != (e, 1) or values.stride()[1:] != (ve, 1):
             raise ValueError(
                 "the last dimension of query, and the last two of keys and values, must be contiguous"
             )
         sinks = form["sinks"]
-        window = form["window"]
-        softcap = form["softcap"]
-        negative = (window is not None and window < 0) or (softcap is not None and softcap < 0)
+        negative = (form["window"] or 0) < 0 or (form["softcap"] or 0) < 0
         if negative or (sinks is not None and (sinks.numel() != heads or not sinks.is_cpu)):
             raise ValueError(
-                f"window={window}, softcap={softcap} may not be negative; sinks must be [{heads}] on the CPU"
+                f"window={form['window']}, softcap={form['softcap']} may not be negative; sinks must be [{heads}] on the CPU"
             )
 
 
