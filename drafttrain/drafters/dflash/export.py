@@ -53,7 +53,7 @@ from drafttrain.formats.weights import (
     read_pickle,
     write_checkpoint,
 )
-from drafttrain.target import load_shell
+from drafttrain.target import Target, load_shell
 
 _MASK_FILE = "mask_embedding.pt"
 # The release that was read; its one DFlash class is a family's own, and general.
@@ -80,6 +80,7 @@ _SAME = (
 
 
 Block = TypeVar("Block", bound=BlockDrafter)
+Markov = TypeVar("Markov", bound=MarkovBlock)
 
 
 class BlockFiles(GgufHeads[Block]):
@@ -133,6 +134,7 @@ class EngineBlocks(BlockFiles[Block]):
         mlx_has_head: mlx-dspark reads the drafter's own embedding, head and map of tokens.
     """
 
+    tiny: Mapping[str, object] = {"mask_token_id": 300, "num_hidden_layers": 2, "block_size": 4}
     published_keys: Collection[str] = PUBLISHED_KEYS
     fixed_keys = FIXED_KEYS
     architecture = ""
@@ -390,6 +392,40 @@ class EngineBlocks(BlockFiles[Block]):
         return weights | _stored_mask(folder)
 
 
+class MarkovFiles(EngineBlocks[Markov]):
+    """Blocks that are corrected by the token before: their files have a row of it per token."""
+
+    needs_gpu = ("vLLM",)
+    verifiable = {"mlx": "vllm", **BlockFiles.verifiable}
+    tiny = {**EngineBlocks.tiny, "markov_rank": 16}
+
+    def form(self, drafter: Markov, config: Json) -> Form:
+        form = super().form(drafter, config)
+        rows = drafter.file_rows()
+        stored = len(drafter.markov_in.weight)
+        form[self.own_names["markov_in.weight"]] = Weight(
+            "markov_in.weight",
+            there=lambda table: table[rows],
+            back=lambda table: table[:stored],
+        )
+        return form
+
+    def gguf_form(self, drafter: Markov, target: Target) -> Form:
+        rows = drafter.file_rows()
+
+        def back(table: Tensor) -> Tensor:
+            # [d + 1, r]; the last row may stand for no token, and is then not in the file
+            own = drafter.markov_in.weight.detach().float().clone()
+            own[rows] = table
+            return own
+
+        form = super().gguf_form(drafter, target)
+        form[self.gguf_names["markov_in.weight"]] = Weight(
+            "markov_in.weight", there=lambda table: table[rows], back=back
+        )
+        return form
+
+
 def _stored_mask(folder: Path) -> dict[str, Tensor]:
     """A learned mask, by our name of it; empty where a folder has none."""
     path = folder / _MASK_FILE
@@ -419,11 +455,6 @@ class DFlashShipping(EngineBlocks[DFlash]):
         "transformers": "transformers",
         "mlx": "vllm",
         **BlockFiles.verifiable,
-    }
-    tiny = {
-        "mask_token_id": 300,
-        "num_hidden_layers": 2,
-        "block_size": 4,
     }
     drafter_class = DFlash
     speculators_class = "DFlashSpeculator"
@@ -530,19 +561,6 @@ def sglang_block(algorithm: str, depth: int) -> Mapping[str, object]:
         # its block, the last committed token included
         "speculative-num-draft-tokens": depth + 1,
     }
-
-
-def per_token(drafter: MarkovBlock) -> Weight:
-    """`markov_in` in a GGUF file: a row per token of the file."""
-    rows = drafter.file_rows()
-
-    def back(table: Tensor) -> Tensor:
-        # [d + 1, r]; the last row may stand for no token, and is then not in the file
-        own = drafter.markov_in.weight.detach().float().clone()
-        own[rows] = table
-        return own
-
-    return Weight("markov_in.weight", there=lambda table: table[rows], back=back)
 
 
 SHIPPING = DFlashShipping()

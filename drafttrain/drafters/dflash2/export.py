@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.dflash.block_reading import own_keys
-from drafttrain.drafters.dflash.export import BlockFiles, EngineBlocks, block_options, per_token
+from drafttrain.drafters.dflash.export import BlockFiles, MarkovFiles, block_options
 from drafttrain.drafters.dflash2.model import DFlash2, DFlash2Config
 from drafttrain.drafters.form import Form, Weight
 from drafttrain.drafters.gguf_heads import RELEASE
@@ -42,7 +42,7 @@ _CANDIDATES = 16  # of published drafters
 _MASKS = "sample_from_anchor=true: engines predict at masks only, for kind dflash2"
 
 
-class DFlash2Shipping(EngineBlocks[DFlash2]):
+class DFlash2Shipping(MarkovFiles[DFlash2]):
     """vLLM, SGLang and llama.cpp; our own format goes to the Hub too."""
 
     description = "a DFlash 2 drafter, blocks of {block_size} with convolutions and a selector, {layers}, {parameters} parameters"
@@ -52,19 +52,11 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
         "speculators": Format("DFlash 2 in speculators' form", ("speculators",)),
         **BlockFiles.formats,
     }
-    needs_gpu = ("vLLM",)
-    tiny = {
-        "mask_token_id": 300,
-        "num_hidden_layers": 2,
-        "block_size": 4,
-        "markov_rank": 16,
-        "selector_top_k": 4,
-    }
+    tiny = {**MarkovFiles.tiny, "selector_top_k": 4}
     drafter_class = DFlash2
     speculators_class = _ARCHITECTURE
-    published_keys = {*EngineBlocks.published_keys, *_NEED}
+    published_keys = {*MarkovFiles.published_keys, *_NEED}
     architecture = _ARCHITECTURE
-    verifiable = {"mlx": "vllm", **BlockFiles.verifiable}
     since = ("0.5.19", "0.5.19")
     reads = "DFlash 2 drafters (DFlash2DraftModel)"
     own_names = {
@@ -103,15 +95,6 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
 
     def speculators_keys(self, drafter: DFlash2) -> Json:
         return _numbers(drafter.config)
-
-    def form(self, drafter: DFlash2, config: Json) -> Form:
-        rows = drafter.file_rows()  # of `markov_in`, per token of the file
-        form = super().form(drafter, config)
-        form[self.own_names["markov_in.weight"]] = Weight(
-            "markov_in.weight",
-            there=lambda table: table[rows],
-        )
-        return form
 
     def recognizes(self, config: Mapping[str, object]) -> bool:
         return any("DFlash2DraftModel" in name for name in architectures_in(config))
@@ -167,14 +150,11 @@ class DFlash2Shipping(EngineBlocks[DFlash2]):
             out[kept] = table.detach().float()
             return out
 
-        return super().gguf_form(drafter, target) | {
-            "selector_predecessor.weight": per_token(drafter),
-            "selector_successor.weight": Weight(
-                "markov_out.weight",
-                there=successor,
-                back=lambda rows: rows[kept],
-            ),
-        }
+        form = super().gguf_form(drafter, target)
+        form["selector_successor.weight"] = Weight(
+            "markov_out.weight", there=successor, back=lambda rows: rows[kept]
+        )
+        return form
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         return {

@@ -37,13 +37,7 @@ class DominoShipping(EngineBlocks[Domino]):
     formats = {"sglang": Format("Domino as SGLang's DFlashDraftModel", ("SGLang",))}
     verifiable = {}
     in_root = ()
-    tiny = {
-        "mask_token_id": 300,
-        "num_hidden_layers": 2,
-        "block_size": 4,
-        "gru_hidden_dim": 16,
-        "emb_dim": 16,
-    }
+    tiny = {**EngineBlocks.tiny, "gru_hidden_dim": 16, "emb_dim": 16}
     drafter_class = Domino
     published_keys = {
         *EngineBlocks.published_keys,

@@ -28,10 +28,9 @@ from torch import Tensor
 from drafttrain.drafters.dflash.block_reading import own_keys
 from drafttrain.drafters.dflash.export import (
     BlockFiles,
-    EngineBlocks,
+    MarkovFiles,
     attention_keys,
     block_options,
-    per_token,
 )
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.eagle3.reading import check_embedding
@@ -39,7 +38,6 @@ from drafttrain.drafters.form import Form, Weight
 from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
-from drafttrain.target import Target
 
 # Confidence of checkpoints without such a head, before the sigmoid: no estimate stops a draft.
 _CERTAIN = 20.0
@@ -47,7 +45,7 @@ _MARKOV = "markov_head.markov_w1.weight"
 _VANILLA = "vanilla"
 
 
-class DSparkShipping(EngineBlocks[DSpark]):
+class DSparkShipping(MarkovFiles[DSpark]):
     """vLLM, SGLang and llama.cpp; our own format goes to the Hub too."""
 
     description = "a DSpark drafter, blocks of {block_size} with a Markov head, {layers}, {parameters} parameters"
@@ -57,20 +55,12 @@ class DSparkShipping(EngineBlocks[DSpark]):
         "speculators": Format("DSpark in speculators' form", ("speculators",)),
         **BlockFiles.formats,
     }
-    needs_gpu = ("vLLM",)
-    tiny = {
-        "mask_token_id": 300,
-        "num_hidden_layers": 2,
-        "block_size": 4,
-        "markov_rank": 16,
-    }
     drafter_class = DSpark
     causal_in = ("vLLM", "SGLang", "speculators")
     speculators_class = "DSparkSpeculator"
     architecture = "Qwen3DSparkModel"
     since = ("0.5.16", "0.5.19")
     mlx_has_head = True
-    verifiable = {"mlx": "vllm", **BlockFiles.verifiable}
     reads = "DSpark drafters (Qwen3DSparkModel, DSparkDraftModel, speculators' form)"
     own_names = {
         "markov_in.weight": _MARKOV,
@@ -145,13 +135,6 @@ class DSparkShipping(EngineBlocks[DSpark]):
 
     def form(self, drafter: DSpark, config: Json) -> Form:
         form = super().form(drafter, config)
-        rows = drafter.file_rows()
-        stored = len(drafter.markov_in.weight)
-        form[_MARKOV] = Weight(
-            "markov_in.weight",
-            there=lambda table: table[rows],
-            back=lambda table: table[:stored],
-        )
         if form.pop("mask", None):
             own = drafter.embed(torch.arange(drafter.config.vocab_size))  # [v, h]
             form["embed_tokens.weight"] = Weight(
@@ -202,9 +185,6 @@ class DSparkShipping(EngineBlocks[DSpark]):
 
     def gguf_keys(self, drafter: DSpark) -> Json:
         return {**super().gguf_keys(drafter), "has_confidence_head": True}
-
-    def gguf_form(self, drafter: DSpark, target: Target) -> Form:
-        return super().gguf_form(drafter, target) | {"markov_w1.weight": per_token(drafter)}
 
     def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
         depth = self.block_depth(trained)

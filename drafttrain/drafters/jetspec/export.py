@@ -26,11 +26,6 @@ class JetSpecShipping(EngineBlocks[JetSpec]):
     formats = {"vllm": Format("JetSpec as DFlashDraftModel", ("vLLM",))}
     verifiable = {"vllm": "vllm"}
     in_root = ()
-    tiny = {
-        "mask_token_id": 300,
-        "num_hidden_layers": 2,
-        "block_size": 4,
-    }
     drafter_class = JetSpec
     causal_in = ("vLLM",)
     architecture = "DFlashDraftModel"
