@@ -35,8 +35,7 @@ from drafttrain.target.native_body import (
     RotaryTables,
     by_role,
     is_gelu,
-    proof_rows,
-    record,
+    record_proofs,
 )
 from drafttrain.target.proof import ProvenModel
 
@@ -210,11 +209,10 @@ class FusedBody:
 
 def _proven(target: ProvenModel) -> FusedBody | None:
     """`FusedBody.of`; other modules may raise anything."""
-    parts = dict(target.body.named_children())
     devices = {weight.device for weight in target.model.parameters()}
-    if len(devices) != 1 or not {"rotary_emb", "norm"} <= parts.keys():
+    norm = NormForm.of(getattr(target.body, "norm", nn.Identity()))
+    if len(devices) != 1:
         return None
-    norm = NormForm.of(parts["norm"])
     if norm is None:
         return None
     layers: list[FusedLayer] = []
@@ -223,17 +221,13 @@ def _proven(target: ProvenModel) -> FusedBody | None:
         if layer is None:
             return None
         layers.append(layer)
-    rotary = RotaryTables(parts["rotary_emb"])
-    proofs = proof_rows(target)
-    expected = [record(target, ids, positions, rotary) for ids, positions in proofs]
-    if len(rotary.of_layer) != target.num_layers:
+    recorded = record_proofs(target)
+    if recorded is None:
         return None
+    rotary, proofs = recorded
     for halved in (False, True):
         body = FusedBody(target, layers, norm, rotary, halved)
-        if all(
-            _reproduced(body, ids, positions, want)
-            for (ids, positions), want in zip(proofs, expected, strict=True)
-        ):
+        if all(_reproduced(body, *proof) for proof in proofs):
             return body
     return None
 

@@ -35,6 +35,7 @@ _LAYER_PARTS = {
 }
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROOF_TOKENS = 12
 _KNOWN_POSITIONS = 1 << 14  # rotary tables of more positions are not kept
 
@@ -65,24 +66,20 @@ class NativeBody:
     def of(target: ProvenModel) -> NativeBody | None:
         """For an unpacked target; None if its layers are of another kind or the proof fails."""
         weight = next(target.model.parameters())
-        parts = dict(target.body.named_children())
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or cpu_kernels() is None:
             return None
-        if not {"rotary_emb", "norm"} <= parts.keys():
+        recorded = record_proofs(target)
+        if recorded is None:
             return None
-        rotary = RotaryTables(parts["rotary_emb"])
-        proofs = proof_rows(target)
-        expected = [record(target, ids, positions, rotary) for ids, positions in proofs]
+        rotary, proofs = recorded
         layers: list[DecoderLayer] = []
         for module in target.layers:
             layer = native_layer(module, rotary.width)
             if layer is None:
                 return None
             layers.append(layer)
-        if not len(layers) == len(rotary.of_layer) == target.num_layers:
-            return None
         native = NativeBody(target, layers, rotary)
-        for (ids, positions), want in zip(proofs, expected, strict=True):
+        for ids, positions, want in proofs:
             cache = TreeCache(PROOF_TOKENS)
             cache.open([(0, PROOF_TOKENS)])
             got = native.forward(
@@ -314,11 +311,21 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
     )
 
 
-def proof_rows(target: ProvenModel) -> list[tuple[Tensor, Tensor]]:
-    """Random ids and their positions, [1, PROOF_TOKENS] int64 each, at low and at high positions.
+def record_proofs(
+    target: ProvenModel,
+) -> tuple[RotaryTables, list[tuple[Tensor, Tensor, TargetOutput]]] | None:
+    """The rotary tables of a model's layers, and its forwards of random ids.
 
-    Some models scale attention or rotation beyond a length.
+    These have [1, PROOF_TOKENS] int64 ids and positions, at low and at high positions: some models
+    scale attention or rotation beyond a length.
+
+    Returns:
+        None for a body of other parts, or layers that read no such tables.
     """
+    parts = dict(target.body.named_children())
+    if not {"rotary_emb", "norm"} <= parts.keys():
+        return None
+    rotary = RotaryTables(parts["rotary_emb"])
     proofs = []
     longest = target.max_positions or 4096
     for start in (0, max(0, longest - PROOF_TOKENS)):
@@ -328,12 +335,15 @@ def proof_rows(target: ProvenModel) -> list[tuple[Tensor, Tensor]]:
             (1, PROOF_TOKENS),
             generator=generator,
         )
-        positions = torch.arange(start, start + PROOF_TOKENS)[None]
-        proofs.append((ids.to(target.device), positions.to(target.device)))
-    return proofs
+        ids = ids.to(target.device)
+        positions = torch.arange(start, start + PROOF_TOKENS, device=target.device)[None]
+        proofs.append((ids, positions, _record(target, ids, positions, rotary)))
+    if len(rotary.of_layer) != target.num_layers:
+        return None
+    return rotary, proofs
 
 
-def record(
+def _record(
     target: ProvenModel,
     ids: Tensor,
     positions: Tensor,
@@ -428,18 +438,8 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
     if gated.keys() - MLP_PARTS or "act_fn" not in gated:
         return None
 
-    # Linear layers: only queries, keys and values may have biases, and all three of them.
-    biased = 0
-    for name in ("q_proj", "k_proj", "v_proj"):
-        module = inside.get(name)
-        if type(module) is not nn.Linear:
-            return None
-        biased += module.bias is not None
-    if biased not in (0, 3):
-        return None
-    for name in ("o_proj", "gate_proj", "up_proj", "down_proj"):
-        module = inside.get(name, gated.get(name))
-        if type(module) is not nn.Linear or module.bias is not None:
+    for name in _PROJECTIONS:
+        if type(inside.get(name, gated.get(name))) is not nn.Linear:
             return None
 
     # Norms: all are RMS norms of one eps.
@@ -466,7 +466,7 @@ def native_layer(layer: nn.Module, rotary_dim: int) -> DecoderLayer | None:
             gelu,
             **by_role(factor),
         )
-    except ValueError:  # modules of these names with other shapes
+    except ValueError:  # modules of these names with other shapes or biases
         return None
 
 

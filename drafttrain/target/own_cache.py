@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 
 from drafttrain.batch import TargetOutput
 from drafttrain.ops.packing import pack
-from drafttrain.target.proof import ProvenModel, proof_tokens, relative_error
+from drafttrain.target.proof import ProvenModel, by_precision, proof_tokens, relative_error
 
 # Tokens of the proof: read at first, and continued.
 _READ = 9
@@ -357,11 +357,8 @@ class Continuation:
         The errors allowed are those of token by token decoding. A cache that fails in this, or
         gives other states than the forward over all tokens, is not used.
         """
-        exact = _EXACT
-        most = _STEPS
-        if target.compute_dtype.itemsize < 4:
-            exact = _EXACT_HALF
-            most = _STEPS_HALF
+        exact = by_precision(target, _EXACT, _EXACT_HALF)
+        most = by_precision(target, _STEPS, _STEPS_HALF)
         ids = proof_tokens(target, _READ + _MORE)[None]
         expected = target.forward(ids, ()).last_hidden  # [1, n, h]
         try:

@@ -168,7 +168,8 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
         UserError: layers that do not call the interface, a window that is not passed on, other
             states or logits; names the relative error.
     """
-    most_of_states, most_of_head = _limits(target)
+    most_of_states = by_precision(target, _STATES, _STATES_HALF)
+    most_of_head = by_precision(target, LOGITS, LOGITS_HALF)
     advice = "use a target with plain attention"
     try:
         run = _run(target)
@@ -199,11 +200,11 @@ def prove(target: ProvenModel) -> tuple[list[AttentionForm], float]:
     return [forms[layers.index(i)] for i in range(target.num_layers)], run.scale
 
 
-def _limits(target: ProvenModel) -> tuple[float, float]:
-    """Largest relative errors of states and of the head, by the precision that the target has."""
+def by_precision(target: ProvenModel, single: float, half: float) -> float:
+    """The largest relative error of two, by the precision in which a target computes."""
     if target.compute_dtype.itemsize < 4:
-        return _STATES_HALF, LOGITS_HALF
-    return _STATES, LOGITS
+        return half
+    return single
 
 
 def _run(target: ProvenModel) -> _ProofRun:
@@ -262,7 +263,8 @@ def prove_own(target: ProvenModel) -> float:
             unknown way.
     """
     n = 2 * _TOKENS
-    most_of_states, most_of_head = _limits(target)
+    most_of_states = by_precision(target, _STATES, _STATES_HALF)
+    most_of_head = by_precision(target, LOGITS, LOGITS_HALF)
     layers = range(target.num_layers + 1)
     # Rows of 3n/2 tokens; what the first n give must not depend on those behind them.
     ids = proof_tokens(target, 3 * n).view(2, -1)  # [2, 3n/2]

@@ -46,7 +46,14 @@ from drafttrain.target.loading import (
 )
 from drafttrain.target.own_layer import weight_rules
 from drafttrain.target.parts import build_language_model, image_class
-from drafttrain.target.proof import LOGITS, LOGITS_HALF, described, find_scale, unsupported
+from drafttrain.target.proof import (
+    LOGITS,
+    LOGITS_HALF,
+    by_precision,
+    described,
+    find_scale,
+    unsupported,
+)
 from drafttrain.target.sight import Sight
 from drafttrain.target.target import Target, Tokenizer, resolve_target
 
@@ -207,10 +214,7 @@ class TargetShell(Target):
             fault = f"does not show its head ({described(error)}); load the whole target"
             raise unsupported(self, fault) from error
         self.logit_scale, off = find_scale(self, states, own)
-        most = LOGITS
-        if self.compute_dtype.itemsize < 4:
-            most = LOGITS_HALF
-        if not off <= most:
+        if not off <= by_precision(self, LOGITS, LOGITS_HALF):
             raise unsupported(
                 self,
                 f"transforms its logits in an unknown way (relative error of ours {off:.2g})",

@@ -36,6 +36,7 @@ from drafttrain.target.loading import load_part, loading, model_config
 from drafttrain.target.parts import Parts, image_class
 from drafttrain.target.proof import (
     ProvenModel,
+    by_precision,
     described,
     proof_tokens,
     relative_error,
@@ -459,10 +460,7 @@ class Sight:
         at = ours.positions(tail.device)
         got = target.forward(tail, (), at, ours).last_hidden  # type: ignore[arg-type]  # either cache
         off = relative_error(got, expected)
-        most = _STATES
-        if target.compute_dtype.itemsize < 4:
-            most = _STATES_HALF
-        if not off <= most:
+        if not off <= by_precision(target, _STATES, _STATES_HALF):
             reason = f"it continues them in another way than text, relative error {off:.2g}"
             raise self._unread(prompt, reason)
         self._proven = True
