@@ -33,6 +33,13 @@ from torch import Tensor
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenates tensors; a single one needs no copy."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), dim)
+
+
 class Part:
     """The tokens of a batch that a process computes, as flat positions of [b, s].
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TargetOutput, TokenTree
+from drafttrain.batch import TargetOutput, TokenTree, cat
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -294,7 +294,7 @@ class Engine:
         """The target over more tokens [n] of each row, packed; all of them are committed."""
         sizes = [len(own) for own in tokens]
         self.cache.open(list(zip(rows, sizes, strict=True)))
-        ids = _join(tokens)  # [N]
+        ids = cat(tokens)  # [N]
         positions = self.cache.positions(ids.device)
         out = self.target.forward(
             ids[None],
@@ -421,7 +421,7 @@ class Engine:
                 ids.append(tree.tokens)
             sizes.append(1 + len(tree))
         self.cache.open(opened)
-        out = self.run_target(_join(ids))
+        out = self.run_target(cat(ids))
         passed = clock.mark()
 
         # Verify, which waits for the device, and pass on what the target said.
@@ -496,7 +496,7 @@ class Engine:
         """Queues the pass over the sequences' roots, which are committed with it."""
         begun = self.clock.mark()
         self.cache.open([(sequence.row, ()) for sequence in sequences])
-        out = self.run_target(_join([sequence.root for sequence in sequences]))
+        out = self.run_target(cat([sequence.root for sequence in sequences]))
         self.cache.commit([[0]] * len(sequences))
         tokens = next_tokens([s.verifier for s in sequences], out.logits, out.choices)
         # The next pass overwrites this one's outputs.
@@ -696,8 +696,8 @@ class Engine:
         features = []
         for sequence in sequences:
             sessions.append(sequence.session)
-            tokens.append(_join([own for own, _ in sequence.pending]))  # [m]
-            features.append(_join([own for _, own in sequence.pending]))  # [m, f*h]
+            tokens.append(cat([own for own, _ in sequence.pending]))  # [m]
+            features.append(cat([own for _, own in sequence.pending]))  # [m, f*h]
             sequence.pending = []
         self.drafter.extend_all(sessions, tokens, features)
         done = self.clock.mark()
@@ -946,10 +946,3 @@ def _pieces(sequences: Items[Sequence]) -> Iterator[list[Piece]]:
             yield [(sequence, 0, len(sequence.prompt))]
     for pieces in chunks([len(sequence.prompt) for sequence in text], _CHUNK):
         yield [(text[i], begin, end) for i, begin, end in pieces]
-
-
-def _join(parts: Items[Tensor]) -> Tensor:
-    """Concatenates parts; a single part needs no copy."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(list(parts))

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from drafttrain.batch import TokenTree
+from drafttrain.batch import TokenTree, cat
 from drafttrain.errors import UserError
 from drafttrain.inference.rejection import Choice, choose
 from drafttrain.ops.native import cpu_kernels
@@ -222,10 +222,8 @@ def verify_batch(
     if choices is not None:
         parts.insert(0, choices)
     numbers: list[int] = []
-    if len(parts) == 1:
-        numbers = parts[0].tolist()
-    elif parts:
-        numbers = torch.cat(parts).tolist()
+    if parts:
+        numbers = cat(parts).tolist()
 
     # The numbers are the choices, if any are known, then the tokens of all trees.
     begin = 0 if choices is None else len(logits)  # of the trees' tokens among the numbers

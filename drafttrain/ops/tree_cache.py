@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafttrain.batch import cat
 from drafttrain.errors import UserError
 from drafttrain.ops.launch import has_triton, run_kernel
 from drafttrain.ops.native import built_kernels, cpu_kernels
@@ -34,6 +35,9 @@ from drafttrain.ops.tree_attention_triton import (
 # Longer pieces are prompts. Fused causal attention reads them faster than a kernel for few tokens.
 _KERNEL_TOKENS = 256
 ROOM = 64  # slots behind a sequence for a round's tokens; caches that grow take more where needed
+# Per part of a forward its row, and its new tokens: how many, the parents of a tree, or their layout.
+Announced = Sequence[tuple[int, Sequence[int] | int | TreeLayout]]
+Buffers = dict[int, tuple[Tensor, Tensor]]  # keys and values by layer
 Moves = Sequence[tuple[int, Sequence[int]]]  # first goal and sources of each path
 
 
@@ -94,7 +98,7 @@ class CacheRows:
         self.lengths[row] = 0
         self.shifts[row] = 0
 
-    def lay_out(self, new: Sequence[tuple[int, Sequence[int] | int | TreeLayout]]) -> None:
+    def lay_out(self, new: Announced) -> None:
         """Sets `opened`, see `open`.
 
         Raises:
@@ -116,9 +120,7 @@ class CacheRows:
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
         """[1, N] int64 position ids of the announced forward."""
-        parts = [layout.positions() for _, layout in self.opened]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return joined.to(device)
+        return cat([layout.positions() for _, layout in self.opened], dim=1).to(device)
 
 
 class TreeCache(CacheRows):
@@ -164,7 +166,7 @@ class TreeCache(CacheRows):
         self.window = window
         # Per layer keys and values [kv_heads, rows * capacity, e]: one slot axis, so that all rows
         # move in one gather.
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: Buffers = {}
         self._mover: SlotMover | None = None  # of the present buffers
         self._addresses: Addresses | None = None  # of the present buffers
         # What attention derives from the announced forward on first use.
@@ -192,9 +194,9 @@ class TreeCache(CacheRows):
             self._layers[layer] = (self._allocate(key).zero_(), self._allocate(value).zero_())
 
     @property
-    def layers(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def layers(self) -> Buffers:
         """Empty keys and values of each layer, as `allocate` takes them."""
-        empty: dict[int, tuple[Tensor, Tensor]] = {}
+        empty: Buffers = {}
         for layer, (keys, values) in self._layers.items():
             empty[layer] = (keys[None, :, :0], values[None, :, :0])
         return empty
@@ -262,7 +264,7 @@ class TreeCache(CacheRows):
         self.lengths[row] = count
         self.shifts[row] = self.shifts[source]
 
-    def open(self, new: Sequence[tuple[int, Sequence[int] | int | TreeLayout]]) -> list[TreeLayout]:
+    def open(self, new: Announced) -> list[TreeLayout]:
         """Announces the next forward.
 
         Args:
@@ -487,9 +489,7 @@ class TreeCache(CacheRows):
                 key = keys[None, :, seen].to(wide)
                 value = values[None, :, seen].to(wide)
             outs.append(tree_attention(queries, key, value, layout, **form).to(dtype))
-        if len(outs) == 1:
-            return outs[0]
-        return torch.cat(outs, dim=2)
+        return cat(outs, dim=2)
 
     def _new_slots(self, device: torch.device) -> Tensor:
         """[N] int64 slots of the announced tokens on the common axis; the same for all layers."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, Unpack
 import torch
 from torch import Tensor
 
-from drafttrain.batch import TokenTree
+from drafttrain.batch import TokenTree, cat
 from drafttrain.drafters.common.context_tokens import ContextTokens
 from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.tree_growth import Children as Children
@@ -687,13 +687,6 @@ def top_or_all(
         return Children(score(reads), reads=reads)
     ids, log_probs, _ = top.top(reads, min(width, top.vocabulary))  # [n, width] each
     return Children(ids=ids, log_probs=log_probs, reads=reads)
-
-
-def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Packs the sessions' tensors; no copy for a single session."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(list(parts), dim)
 
 
 def split(packed: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
