@@ -52,6 +52,8 @@ TOKENIZERS = "tokenizers"
 GGUF_NAME = "draft.gguf"  # the file of the gguf format
 _DEPTH = 4  # tokens of the chains that prove an export
 
+# Settings by the name of an engine, see `Shipping.options`.
+EngineSettings = Mapping[str, Mapping[str, object]]
 D = TypeVar("D", bound=TrainableDrafter)  # the kind's class
 
 
@@ -235,7 +237,7 @@ class Shipping(Generic[D]):
     drafter_class: type[D]
     engine_keys: Mapping[str, str] = {}
     depth_key = ""
-    serving: Mapping[str, Mapping[str, object]] = {}
+    serving: EngineSettings = {}
     own_drafting: Mapping[str, str] = {}
     tiny: Mapping[str, object] = {}
 
@@ -466,7 +468,7 @@ class Shipping(Generic[D]):
 
     # -- serving -----------------------------------------------------------------------------------
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+    def options(self, trained: Trained) -> EngineSettings:
         """Settings with which each of ENGINES drafts with this kind.
 
         An engine without an entry knows no such drafter. Model and number of tokens are added; a

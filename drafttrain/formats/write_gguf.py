@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ def write_file(
     output: Path,
     arch: str,
     config: PreTrainedConfig,
-    keys: Mapping[str, Any],
+    keys: Mapping[str, object],
     tensors: Mapping[str, Tensor],
     kind: str,
     tokenizer_folder: Path,
@@ -248,7 +248,7 @@ def layer_keys(arch: str, config: PreTrainedConfig, vocab_size: int) -> Json:
     return {f"{arch}.{name}": value for name, value in keys.items()}
 
 
-def _add_keys(writer: gguf.GGUFWriter, keys: Mapping[str, Any]) -> None:
+def _add_keys(writer: gguf.GGUFWriter, keys: Mapping[str, object]) -> None:
     """Writes keys by their type: flags, counts and ids, numbers, names, or lists of these."""
     for name, value in keys.items():
         if isinstance(value, bool):
@@ -259,7 +259,7 @@ def _add_keys(writer: gguf.GGUFWriter, keys: Mapping[str, Any]) -> None:
             writer.add_float32(name, value)
         elif isinstance(value, str):
             writer.add_string(name, value)
-        else:
+        elif isinstance(value, list):
             writer.add_array(name, value)
 
 

@@ -37,6 +37,9 @@ from drafttrain.ops.cpu_draft import DraftStep, DraftWeights, kernel_of
 from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.target import Target
 
+# A second loss term, and its metrics [t] of each prediction.
+OtherLoss = tuple[Tensor | float, list[Tensor]]
+
 
 class Paths(NamedTuple):
     """What n predictions depend on.
@@ -97,7 +100,7 @@ class BlockDrafter(DecoderDrafter):
         self.mask: nn.Parameter | None = None
         if config.mask_token_id is None:
             self.mask = nn.Parameter(torch.randn(h) * h**-0.5)
-        self.make_head(config.train_head)
+        self.make_head(config, config.train_head)
         # The target's factor of logits. Its bare head rows lack it, so the final norm applies it.
         self.logit_scale = 1.0
         self.finish(config.num_hidden_layers, config.windows)
@@ -114,16 +117,12 @@ class BlockDrafter(DecoderDrafter):
         starts as the mean embedding.
         """
         starts.identity_on_last(self.fc)
-        names = ["fc"]
-        if self.lm_head is not None:
-            self.lm_head.weight.copy_(self.head_rows(target))
-            names.append("lm_head")
+        names = ["fc", *starts.copy_ends(self, self.norm, target)]
+        if "norm" in names:
+            self.norm.weight.mul_(target.logit_scale)
         if self.mask is not None:
             self.mask.copy_(target.embed(self.kept_ids.to(target.device)).float().mean(0))
             names.append("mask")
-        if starts.copy_norm(self.norm, starts.final_norm(target)):
-            self.norm.weight.mul_(target.logit_scale)
-            names.append("norm")
         theirs = target.last_layers(len(self.decoder_layers))
         if theirs:  # the context is normed as the input of the target's last layer
             input_norm = getattr(theirs[-1], "input_layernorm", None)
@@ -243,7 +242,7 @@ class BlockDrafter(DecoderDrafter):
         aligned: Aligned,
         alpha: Tensor | None,
         parents: Tensor,
-    ) -> tuple[Tensor | float, list[Tensor]]:
+    ) -> OtherLoss:
         """A kind's second loss term, and its metrics [t] of each prediction (`measures`).
 
         Args:

@@ -6,7 +6,7 @@ Tokens are flat, [t, ...]; an `Attend` selects the keys that each of them sees.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -226,13 +226,11 @@ class WithHead:
             saved.
     """
 
-    config: Any
     lm_head: nn.Linear | None
     frozen: list[nn.Linear | PackedLinear]
 
-    def make_head(self, own: bool) -> None:
+    def make_head(self, config: LayerShape, own: bool) -> None:
         """Makes the head, unless it is to be the target's."""
-        config = self.config
         self.lm_head = None
         if own:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)

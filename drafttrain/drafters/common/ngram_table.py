@@ -107,19 +107,15 @@ class NgramTable(NamedTuple):
 
     def save(self, file: str | Path, tokenizer: str) -> None:
         """Writes the table. tokenizer: fingerprint of the tokenizer of the documents."""
-        arrays = {
-            "hashes": self.hashes,
-            "starts": self.starts,
-            "tokens": self.tokens,
-            "counts": self.counts,
-        }
+        arrays = self._asdict()
+        max_n = str(arrays.pop("max_n"))
         save_file(
             arrays,
             file,
             {
                 "format": _FORMAT,
                 "tokenizer": tokenizer,
-                "max_n": str(self.max_n),
+                "max_n": max_n,
             },
         )
 

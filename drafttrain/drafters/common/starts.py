@@ -47,7 +47,7 @@ from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.drafters.base import Source, StepInputs
 from drafttrain.drafters.common.layer_model import LayerDrafter
 from drafttrain.drafters.common.layers import Attention, DraftLayer, rotate
-from drafttrain.drafters.common.trainable import TrainableDrafter
+from drafttrain.drafters.common.trainable import DecoderDrafter, TrainableDrafter
 from drafttrain.target import Target
 
 # Self scores of about 64 * SHARPNESS^2 / 8 at head size 64: high enough to select the own key among
@@ -168,6 +168,20 @@ def copy_last_layers(ours: Sequence[DraftLayer], theirs: Sequence[nn.Module]) ->
 def final_norm(target: Target) -> nn.Module | None:
     """The norm behind the target's last layer; None in families that have none."""
     return getattr(target.body, "norm", None)
+
+
+def copy_ends(drafter: DecoderDrafter, norm: RMSNorm, target: Target) -> list[str]:
+    """Copies the target's final norm to a drafter's, and its head rows into a head of its own.
+
+    Returns the names of what it copied.
+    """
+    names = []
+    if drafter.lm_head is not None:
+        drafter.lm_head.weight.copy_(drafter.head_rows(target))
+        names.append("lm_head")
+    if copy_norm(norm, final_norm(target)):
+        names.append("norm")
+    return names
 
 
 def identity_on_last(linear: nn.Linear) -> None:

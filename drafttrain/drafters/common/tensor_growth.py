@@ -276,10 +276,8 @@ def _top(children: Children, width: int, above: Tensor) -> tuple[Tensor, Tensor]
     """
     assert children.logits is not None, "all logits were asked for"
     values, ids = top_log_probs(children.logits, width)
-    if children.confidence is not None:
-        values = values + children.confidence.log()[:, None]
     rows, count = above.shape
-    values = values.double().unflatten(0, (rows, -1)).expand(-1, count, -1)
+    values = children.trusted(values).double().unflatten(0, (rows, -1)).expand(-1, count, -1)
     return values, ids.unflatten(0, (rows, -1)).expand(-1, count, -1)
 
 
@@ -292,9 +290,7 @@ def _drawn(
     assert children.logits is not None
     q = probabilities(children.logits, params)  # [R, d]
     tokens = pick(q, uniforms)[:, None]  # [R, 1]
-    values = q.gather(1, tokens).log()
-    if children.confidence is not None:
-        values = values + children.confidence.log()[:, None]
+    values = children.trusted(q.gather(1, tokens).log())
     return tokens[:, None], values.double()[:, None], q
 
 

@@ -40,7 +40,7 @@ from drafttrain.formats.weights import (
 from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import PackedLinear, pack
-from drafttrain.ops.tree_cache import ROOM, TreeCache
+from drafttrain.ops.tree_cache import ROOM, Buffers, TreeCache
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
 from drafttrain.values import check, kinds_of
@@ -342,7 +342,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
             return last
         return DraftSteps(self, pool, capacity, rows, spec)
 
-    def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def static_layers(self) -> Buffers:
         """Empty keys and values [1, kv_heads, 0, e] of each layer with a cache."""
         shape = self.cache_shape
         empty = next(self.parameters()).new_empty(1, shape.kv_heads, 0, shape.head_dim)

@@ -54,6 +54,12 @@ class Children(NamedTuple):
         assert self.log_probs is not None
         return self.log_probs
 
+    def trusted(self, log_probs: Tensor) -> Tensor:
+        """Log-probabilities [n, .] of the children, times their confidence."""
+        if self.confidence is None:
+            return log_probs
+        return log_probs + self.confidence.log()[:, None]
+
     def part(self, where: slice) -> Children:
         """Those of some of the nodes."""
         tensors = {}
@@ -215,8 +221,7 @@ class GrowingTree:
             tokens = draw_distinct(q, width, self.sampler.generator)
             scores = q.gather(-1, tokens.clamp_min(0)).log()
             self._q.append(q)
-        if children.confidence is not None:
-            scores = scores + children.confidence.log().unsqueeze(1)
+        scores = children.trusted(scores)
 
         # One transfer from the device, then lists.
         first = len(self._tokens)

@@ -182,19 +182,8 @@ class TreeSpec:
             for depth in depths:
                 texts.append(paths_text([path for path in self.paths if len(path) <= depth]))
 
-        trees = []
-        for text in texts:
-            tree = replace(
-                TreeSpec.parse(text),
-                sampled=self.sampled,
-                stop=self.stop,
-                cut=self.cut,
-                alone=self.alone,
-                match=self.match,
-                matches=self.matches,
-            )
-            trees.append(tree)
-        return trees
+        _, at, options = str(replace(self, adaptive=False)).partition("@")
+        return [TreeSpec.parse(text + at + options) for text in texts]
 
 
 def _sizes_to(most: int) -> list[int]:

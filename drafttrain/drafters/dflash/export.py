@@ -43,7 +43,7 @@ from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.eagle3.export import speculators_proposal
 from drafttrain.drafters.form import Form, Weight, kept_tables
 from drafttrain.drafters.gguf_heads import GgufHeads
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
+from drafttrain.drafters.shipping import EngineSettings, Exported, ExportRequest, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json, writing
 from drafttrain.formats.engines import EngineRelease
@@ -118,7 +118,7 @@ class BlockFiles(GgufHeads[Block]):
     def block_depth(self, trained: Trained) -> int:
         return self.checked_depth(trained.config)
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+    def options(self, trained: Trained) -> EngineSettings:
         return {"llama.cpp": {"spec-type": f"draft-{trained.kind}"}}
 
 
@@ -500,7 +500,7 @@ class DFlashShipping(EngineBlocks[DFlash]):
             f"write it by drafttrain export --format {form}"
         )
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+    def options(self, trained: Trained) -> EngineSettings:
         depth = self.block_depth(trained)
         return {
             **super().options(trained),

@@ -29,7 +29,7 @@ from drafttrain.drafters.dflash.export import BlockFiles, MarkovFiles, block_opt
 from drafttrain.drafters.dflash2.model import DFlash2, DFlash2Config
 from drafttrain.drafters.form import Form, Weight
 from drafttrain.drafters.gguf_heads import RELEASE
-from drafttrain.drafters.shipping import Exported, Format, Trained
+from drafttrain.drafters.shipping import EngineSettings, Exported, Format, Trained
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
@@ -156,7 +156,7 @@ class DFlash2Shipping(MarkovFiles[DFlash2]):
         )
         return form
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+    def options(self, trained: Trained) -> EngineSettings:
         return {
             **super().options(trained),
             "llama.cpp": {"spec-type": "draft-dflash"},

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import Attend
-from drafttrain.drafters.common.block import Paths
+from drafttrain.drafters.common.block import OtherLoss, Paths
 from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Children
@@ -162,7 +162,7 @@ class DFlash2(MarkovBlock):
         aligned: Aligned,
         alpha: Tensor | None,
         parents: Tensor,
-    ) -> tuple[Tensor | float, list[Tensor]]:
+    ) -> OtherLoss:
         """The head's own divergence, without the selector: it chooses which tokens are rescored."""
         config = self.config
         if not 0 < config.selector_top_k < config.draft_vocab_size or not config.unary_weight:

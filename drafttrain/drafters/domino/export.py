@@ -17,13 +17,11 @@ that model.py names; verl-SpeCo 0.1 models/domino, whose keys stand outside dfla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from drafttrain.drafters.dflash.block_reading import FIXED_KEYS, own_keys
 from drafttrain.drafters.dflash.export import EngineBlocks, sglang_block
 from drafttrain.drafters.domino.model import Domino
 from drafttrain.drafters.published_keys import Fixed
-from drafttrain.drafters.shipping import Exported, Format, Trained
+from drafttrain.drafters.shipping import EngineSettings, Exported, Format, Trained
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
 
@@ -87,7 +85,7 @@ class DominoShipping(EngineBlocks[Domino]):
             "pure_draft_prefix_len": keys.get("pure_draft_prefix_len", 0),
         }
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+    def options(self, trained: Trained) -> EngineSettings:
         return {"SGLang": sglang_block("DFLASH", self.block_depth(trained))}
 
 

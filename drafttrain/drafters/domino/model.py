@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.block import Paths
+from drafttrain.drafters.common.block import OtherLoss, Paths
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.markov import CorrectedBlock
 from drafttrain.losses import Aligned, linear_divergence
@@ -129,7 +129,7 @@ class Domino(CorrectedBlock):
         aligned: Aligned,
         alpha: Tensor | None,
         parents: Tensor,
-    ) -> tuple[Tensor | float, list[Tensor]]:
+    ) -> OtherLoss:
         """The block's own loss, without the correction."""
         share = self.base_share
         if not share:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from drafttrain.drafters.registry import META_FILE
 from drafttrain.drafters.shipping import (
     GGUF_NAME,
     TOKENIZERS,
+    EngineSettings,
     ExportRequest,
     Format,
     Shipping,
@@ -97,7 +97,7 @@ class DraftModelShipping(Shipping[DraftModel]):
             )
         return found
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+    def options(self, trained: Trained) -> EngineSettings:
         theirs, own = _sizes(trained)
         if theirs == own and not _other_vocabulary(trained):
             return self.serving

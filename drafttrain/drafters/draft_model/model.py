@@ -50,7 +50,7 @@ from drafttrain.files import Json, write_json
 from drafttrain.formats.weights import read_config
 from drafttrain.losses import StoredTopK, linear_divergence
 from drafttrain.ops.graphs import GraphPool
-from drafttrain.ops.tree_cache import TreeCache
+from drafttrain.ops.tree_cache import Buffers, TreeCache
 from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
 from drafttrain.target.attention import DocumentAttention, apart, attention_context
@@ -505,7 +505,7 @@ class DraftModel(TrainableDrafter):
         return super().open_steps(pool, capacity, rows, spec, last)
 
     @torch.no_grad()
-    def static_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def static_layers(self) -> Buffers:
         # One token shows the shapes of all layers' keys.
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         cache = TreeCache(1)

@@ -18,6 +18,7 @@ from drafttrain.files import Json
 from drafttrain.formats.weights import read_weights
 from drafttrain.target import Target, resolve_target
 from drafttrain.target.loading import load_language_model, loading
+from drafttrain.target.parts import find_body
 
 
 def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
@@ -34,11 +35,7 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
         UserError: no such layers, or a family whose layers do not work without the others.
     """
     count = target.num_layers
-    fine = len(layers) > 0
-    for i in layers:
-        if not isinstance(i, int) or not 0 <= i < count:
-            fine = False
-    if not fine or any(a >= b for a, b in pairwise(layers)):
+    if not layers or layers[-1] >= count or any(a >= b for a, b in pairwise(layers)):
         raise UserError(
             f"drafter.layers={list(layers)} must be ascending layers of target {target.name!r}, 0 to {count - 1}; for "
             f"example [0, 1, {count // 2}, {count - 2}, {count - 1}]"
@@ -49,11 +46,7 @@ def own_layers(target: Target, layers: Sequence[int], share: bool) -> Any:
         if isinstance(value, list) and len(value) == count:
             setattr(config, key, [value[i] for i in layers])
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    body: nn.Module
-    if hasattr(lm, "get_decoder"):
-        body = lm.get_decoder()
-    else:
-        body = lm.base_model
+    body = find_body(lm)
 
     # The target's weights, with the chosen layers renumbered.
     modules = target.body.named_modules()

@@ -20,8 +20,6 @@ srt/speculative/dspark_components.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -35,7 +33,7 @@ from drafttrain.drafters.dflash.export import (
 from drafttrain.drafters.dspark.model import DSpark
 from drafttrain.drafters.eagle3.reading import check_embedding
 from drafttrain.drafters.form import Form, Weight
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Trained
+from drafttrain.drafters.shipping import EngineSettings, Exported, ExportRequest, Format, Trained
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
 
@@ -186,7 +184,7 @@ class DSparkShipping(MarkovFiles[DSpark]):
     def gguf_keys(self, drafter: DSpark) -> Json:
         return {**super().gguf_keys(drafter), "has_confidence_head": True}
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+    def options(self, trained: Trained) -> EngineSettings:
         depth = self.block_depth(trained)
         return {**super().options(trained), **block_options("dspark", "DSPARK", depth)}
 

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafttrain.drafters.common.block import Paths
+from drafttrain.drafters.common.block import OtherLoss, Paths
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Children
 from drafttrain.errors import UserError
@@ -125,7 +125,7 @@ class DSpark(MarkovBlock):
         aligned: Aligned,
         alpha: Tensor | None,
         parents: Tensor,
-    ) -> tuple[Tensor | float, list[Tensor]]:
+    ) -> OtherLoss:
         """Cross-entropy of the confidence with the acceptance rate that it predicts."""
         assert alpha is not None
         guess = self.confide(hidden[:, : self.config.hidden_size], parents)

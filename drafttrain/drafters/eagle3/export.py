@@ -35,7 +35,14 @@ from drafttrain.drafters.eagle3.reading import (
 )
 from drafttrain.drafters.form import Form, kept_tables
 from drafttrain.drafters.gguf_heads import RELEASE, GgufHeads
-from drafttrain.drafters.shipping import Exported, ExportRequest, Format, Shipping, Trained
+from drafttrain.drafters.shipping import (
+    EngineSettings,
+    Exported,
+    ExportRequest,
+    Format,
+    Shipping,
+    Trained,
+)
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.formats.engines import ENGINES, EngineRelease, engine_of
@@ -315,7 +322,7 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         found += set_features(config, none)
         return found + super().gguf_unsupported(drafter)
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+    def options(self, trained: Trained) -> EngineSettings:
         sglang: Json = {"speculative-algorithm": "EAGLE3"}
         window = trained.config.get("sliding_window")
         if window:  # SGLang counts the keys before a token, ours the token too

@@ -113,7 +113,7 @@ class Eagle3(LayerDrafter):
         for i in range(1, config.num_hidden_layers):
             self.layers[str(i)] = DraftLayer(config)
         self.norm = RMSNorm(h, eps)
-        self.make_head(own=True)
+        self.make_head(config, own=True)
         self.finish(config.num_hidden_layers)
 
     @classmethod
@@ -182,11 +182,8 @@ class Eagle3(LayerDrafter):
         """
         if self.config.hidden_size != self.config.target_hidden_size:
             return []
-        self.lm_head.weight.copy_(self.head_rows(target))
         starts.identity_on_last(self.fc)
-        names = ["lm_head", "fc"]
-        if starts.copy_norm(self.norm, starts.final_norm(target)):
-            names.append("norm")
+        names = ["fc", *starts.copy_ends(self, self.norm, target)]
         layers = self.decoder_layers
         copied = starts.copy_last_layers(layers, target.last_layers(len(layers)))
         if copied:

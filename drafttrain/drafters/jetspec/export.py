@@ -10,11 +10,9 @@ vLLM 0.32 model_executor/models/qwen3_dflash.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from drafttrain.drafters.dflash.export import EngineBlocks, vllm_block
 from drafttrain.drafters.jetspec.model import JetSpec
-from drafttrain.drafters.shipping import Format, Trained
+from drafttrain.drafters.shipping import EngineSettings, Format, Trained
 from drafttrain.files import Json
 from drafttrain.formats.engines import EngineRelease
 
@@ -44,7 +42,7 @@ class JetSpecShipping(EngineBlocks[JetSpec]):
         keys["dflash_config"]["causal_head"] = drafter.config.causal
         return keys
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+    def options(self, trained: Trained) -> EngineSettings:
         return {"vLLM": vllm_block("dflash", self.block_depth(trained))}
 
 

@@ -39,6 +39,7 @@ from drafttrain.drafters.mtp.model import MTP, MTPConfig
 from drafttrain.drafters.published_keys import LAYER_FORMS, Fixed, windows_of
 from drafttrain.drafters.shipping import (
     TARGET_OVERRIDES,
+    EngineSettings,
     Exported,
     ExportRequest,
     Format,
@@ -161,7 +162,7 @@ class MTPShipping(Shipping[MTP]):
             return FAMILY.check(trained, exported)
         return super().check(trained, exported)
 
-    def options(self, trained: Trained) -> Mapping[str, Mapping[str, object]]:
+    def options(self, trained: Trained) -> EngineSettings:
         if trained.config.get("target_layer"):
             return FAMILY.serving
         return self.serving

@@ -117,7 +117,7 @@ class MTP(LayerDrafter):
         super().__init__(config)
         self.blocks: Any = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.make_head(config.train_head)
+        self.make_head(config, config.train_head)
         self.finish(layers=1)
         own = self.blocks[0].layer
         if isinstance(own, OwnLayer):
@@ -364,12 +364,7 @@ class MTP(LayerDrafter):
 
         Projections start as the identity on the state.
         """
-        names = ["eh_proj"]
-        if self.lm_head is not None:
-            self.lm_head.weight.copy_(self.head_rows(target))
-            names.append("lm_head")
-        if starts.copy_norm(self.norm, starts.final_norm(target)):
-            names.append("norm")
+        names = ["eh_proj", *starts.copy_ends(self, self.norm, target)]
         last = target.last_layers(1)
         copied: list[str] = []  # the same for each module
         for block in self.blocks:
