@@ -307,7 +307,7 @@ def token_ids(target: Target, prompt: Tensor | Items[int] | ImagePrompt) -> Tens
     try:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError):  # text, ragged rows, numbers of more than 64 bits
-        ids = torch.tensor(math.nan)  # refused below  # a float, refused below
+        ids = torch.tensor(math.nan)  # a float, refused below
     whole = not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool
     one_row = ids.dim() > 0 and ids.numel() == ids.shape[-1]  # [L] or [1, L]
     if not one_row or (ids.numel() and not whole):

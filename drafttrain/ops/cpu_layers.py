@@ -288,7 +288,7 @@ class DecoderLayer:
         """
         query, key, value = self.project(read, cosine, sine)
         if queries is None:
-            out = state.clone()  # [n, h]  # [n, h], which `finish` changes
+            out = state.clone()  # [n, h], which `finish` changes
         else:
             out = state[queries]  # [m, h]
             query = query[queries]

@@ -277,7 +277,7 @@ class _Paths(NamedTuple):
         kv_heads = tensors[0].shape[1]
         group = heads // kv_heads
         weights = (scores - lse.unsqueeze(-1)).exp()  # [t, heads, k]
-        delta = (grad * out).sum(-1)  # [t, heads]  # [t, heads] of a softmax's backward
+        delta = (grad * out).sum(-1)  # [t, heads] of a softmax's backward
         grad_groups = grad.view(t, kv_heads, group, e)
         query_groups = query.view(t, kv_heads, group, e)
         into = into.view(t, kv_heads, group, e)
