@@ -627,7 +627,7 @@ class Adapter:
         stages = []
         for begin in range(0, len(rows), _STAGE_ROWS):
             part = rows[begin : begin + _STAGE_ROWS]
-            stages.append(similar_rows(part, lambda row: row["length"], STEP_TOKENS))
+            stages.append(similar_rows(part, STEP_TOKENS))
         order = []
         for stage in stages:
             for _ in range(self.args.passes):

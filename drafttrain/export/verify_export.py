@@ -23,7 +23,7 @@ from drafttrain.evaluation.metrics import partial_file
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.engine_runs import EngineJob, SeenPrompt, missing
 from drafttrain.export.export_drafter import export
-from drafttrain.export.serving_recipes import check_block
+from drafttrain.export.serving_recipes import check_depth
 from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
 from drafttrain.export.verify_matrix import (
     DrafterRows,
@@ -127,7 +127,7 @@ def _one_drafter(
             f"for kind {trained.kind!r} to verify"
         )
     depth = args.speculative_tokens or engine_chain(trained)
-    check_block(trained, depth)
+    check_depth(trained, depth)
     if args.engine == "auto":
         args.engine = installed_engine(kind.verifiable, pythons)
     if args.engine not in ("none", "all", *kind.verifiable):

@@ -78,6 +78,12 @@ class ByLength(Sampler[int]):
             yield from steps[at]
 
 
+def _seed(args: TrainingArguments) -> int:
+    """The seed of the rows' order."""
+    seed: int = value_of(vars(args), "data_seed", args.seed)
+    return seed
+
+
 def _loader(
     rows: Dataset,
     order: Sampler[int],
@@ -161,7 +167,7 @@ class TrainingOrder:
         order = ByLength(
             lengths=list(self.rows["length"]),
             rows=args.train_batch_size * self.accumulated * groups,
-            seed=value_of(vars(args), "data_seed", args.seed),
+            seed=_seed(args),
             epoch=lambda: self.epoch,
         )
         if sequence is None:
@@ -225,11 +231,10 @@ def held_out_loader(
     if sequence is not None:
         order = SharedBatches(order, args.eval_batch_size, args.world_size, sequence.size)
     elif args.train_sampling_strategy == "group_by_length":
-        seed = value_of(vars(args), "data_seed", args.seed)
         order = LengthGroupedSampler(
             args.eval_batch_size,
             lengths=list(rows["length"]),
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator().manual_seed(_seed(args)),
         )
     return _loader(rows, order, args.eval_batch_size, args, accelerator)
 
