@@ -267,7 +267,7 @@ def pack_rows(rows: Dataset, max_length: int, seed: int) -> Dataset:
 def similar_rows(
     rows: Iterable[Row],
     most: int,
-    length: Callable[[Row], int] = itemgetter("length"),
+    length: Callable[[Row], int] = itemgetter("length"),  # type: ignore[assignment]  # of stored rows
 ) -> list[list[Row]]:
     """Rows of similar length together: at most `most` tokens with padding, or a single row."""
     made: list[list[Row]] = []
