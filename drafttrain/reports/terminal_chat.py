@@ -116,6 +116,7 @@ def _asked(text: str, images: Sequence[Picture]) -> Message:
     return in_front([{"role": "user", "content": text}], images)[0]
 
 
+@dataclass
 class ChatSession:
     """A conversation with a target, drafted for by a drafter.
 
@@ -129,20 +130,15 @@ class ChatSession:
         images: to be shown with the next message.
     """
 
-    def __init__(
-        self,
-        drafted: Decoder,
-        max_new_tokens: int,
-        seed: int = 0,
-        system: str = "",
-        inputs: ChatInputs = NO_INPUTS,
-    ):
+    drafted: Decoder
+    max_new_tokens: int
+    seed: int = 0
+    system: str = ""
+    inputs: ChatInputs = NO_INPUTS
+
+    def __post_init__(self) -> None:
+        drafted = self.drafted
         self.target = drafted.target
-        self.inputs = inputs
-        self.system = system
-        self.max_new_tokens = max_new_tokens
-        self.seed = seed
-        self.drafted = drafted
         self.undrafted = Decoder(
             drafted.target,
             None,
