@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator, skip_first_batches
@@ -23,6 +24,7 @@ from drafttrain.states.ahead import MOST_STEPS, Inputs, ahead
 from drafttrain.states.source import BatchSource
 
 
+@dataclass(eq=False)
 class ByLength(Sampler[int]):
     """Shuffles rows such that those of one optimizer step have similar lengths.
 
@@ -37,20 +39,12 @@ class ByLength(Sampler[int]):
         seed: of the order. epoch: returns the epoch's number; called when an epoch begins.
     """
 
+    lengths: Sequence[int]
+    rows: int
+    seed: int
+    epoch: Callable[[], int]
     # Steps that are sorted together: more mean less padding and less shuffling.
     _SORTED = 50
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        rows: int,
-        seed: int,
-        epoch: Callable[[], int],
-    ):
-        self.lengths = lengths
-        self.rows = rows
-        self.seed = seed
-        self.epoch = epoch
 
     def __len__(self) -> int:
         count = len(self.lengths)
