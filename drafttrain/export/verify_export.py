@@ -271,9 +271,15 @@ def _rows(
     engines = []
     absent = {}  # why an engine cannot run here, by name; empty if it can
     for engine in ENGINES.values():
-        if args.engine in ("all", engine.name.lower()):
-            engines.append(engine)
-            absent[engine.name] = _absent(engine.name.lower(), pythons)
+        key = engine.name.lower()
+        if args.engine not in ("all", key):
+            continue
+        engines.append(engine)
+        absent[engine.name] = "drafttrain does not start it"
+        if key in PACKAGES:
+            absent[engine.name] = missing(pythons.get(key, sys.executable), PACKAGES[key])
+            if absent[engine.name]:
+                absent[engine.name] += ", see --engine-python"
 
     rows = []
     with contextlib.ExitStack() as stack:
@@ -361,16 +367,6 @@ def _interpreters(words: Iterable[str], engine: str) -> dict[str, str]:
             )
         found[name] = str(place)
     return found
-
-
-def _absent(key: str, pythons: Mapping[str, str]) -> str:
-    """Why an engine cannot run here; empty if it can."""
-    if key not in PACKAGES:
-        return "drafttrain does not start it"
-    reason = missing(pythons.get(key, sys.executable), PACKAGES[key])
-    if reason:
-        return f"{reason}, see --engine-python"
-    return ""
 
 
 def installed_engine(verifiable: Iterable[str], pythons: Mapping[str, str]) -> str:
