@@ -183,30 +183,17 @@ def page(
         title = sweep_title(sweeps[0])
     else:
         title = "Adaptation to what is asked"
-    # Parts of the page that have an entry per run.
-    verdicts = []  # (text, color)
-    diagnoses = []  # findings
-    categories = []  # (name, [(category, figures)])
-    diffs = []  # (name, marked outputs, how many have no text)
-    for name, run in zip(names, runs, strict=True):
-        found = verdict_on(run)
-        verdicts.append((found.text.replace("95 %", "95\u00a0%"), COLORS.get(found.state, "")))
-        if "date" in run:
-            diagnoses.append(run.get("diagnosis", []))
-        else:  # earlier versions wrote advice by other rules
-            diagnoses.append(diagnose(run))
-        categories.append((name, [*run["categories"].items(), ("all", run["overall"])]))
-        shown, bare = _diffs(run)
-        diffs.append((name, shown, bare))
     return render_page(
         "report.html",
         title=title,
         runs=list(zip(names, runs, notes, strict=True)),
-        verdicts=verdicts,
-        conditions=[conditions(run) for run in runs],
-        lengths=[lengths_text(run["overall"]) for run in runs],
-        diagnoses=diagnoses,
+        verdict_on=verdict_on,
+        colors=COLORS,
+        conditions=conditions,
+        lengths=lengths_text,
+        diagnosis=_diagnosis,
         outliers=[outliers(run) for run in runs],
+        diffs=_diffs,
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
         compared="Drafters compared" if several else "Results compared",
         comparison=_comparison(runs, names),
@@ -214,12 +201,18 @@ def page(
         sweeps=[sweep_section(sweep) for sweep in sweeps],
         journals=[journal_section(journal) for journal in journals],
         charts=[(chart, svg(chart, f"c{number}")) for number, chart in enumerate(charts)],
-        categories=categories,
-        diffs=diffs,
         settings=settings_table(runs),
         baseline=BASELINE_NAMES.get,
         sentence=sentence,
     )
+
+
+def _diagnosis(run: Json) -> list[Json]:
+    """What a run's figures call for."""
+    if "date" not in run:  # earlier versions wrote advice by other rules
+        return diagnose(run)
+    found: list[Json] = run.get("diagnosis", [])
+    return found
 
 
 def differing(runs: Sequence[Json]) -> list[str]:

@@ -288,6 +288,7 @@ class ChatSession:
         return " | ".join(parts)
 
 
+@dataclass
 class PlainView:
     """Answers without colors, for pipes: text or JSON on stdout, everything else on stderr.
 
@@ -295,10 +296,9 @@ class PlainView:
         stop: whether this answer ends after its round; None between answers.
     """
 
-    def __init__(self, session: ChatSession, as_json: bool):
-        self.session = session
-        self.as_json = as_json
-        self.stop: bool | None = None
+    session: ChatSession
+    as_json: bool = False
+    stop: bool | None = field(default=None, init=False)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """The handler of Ctrl-C on a terminal, which stops an answer.
@@ -357,7 +357,7 @@ class LiveView(PlainView):
     """
 
     def __init__(self, session: ChatSession, console: Console):
-        super().__init__(session, as_json=False)
+        super().__init__(session)
         self.console = console
         self.styles = dict(zip(session.names, _STYLES, strict=False))
 
