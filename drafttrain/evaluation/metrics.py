@@ -334,12 +334,17 @@ def accepted_below(
     return ends(differences, prompts, comparisons)[1] < 0
 
 
-def by_category(records: Sequence[Record]) -> dict[str, Json]:
-    """`summarize` for each category, in order of first appearance."""
+def records_by_category(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records of each category, in order of first appearance."""
     parts: dict[str, list[Record]] = {}
     for record in records:
         parts.setdefault(record["category"], []).append(record)
-    return {name: summarize(part) for name, part in parts.items()}
+    return parts
+
+
+def by_category(records: Sequence[Record]) -> dict[str, Json]:
+    """`summarize` for each category, in order of first appearance."""
+    return {name: summarize(part) for name, part in records_by_category(records).items()}
 
 
 def _sides(records: Sequence[Record], name: str) -> list[Side]:
