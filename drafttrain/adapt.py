@@ -151,7 +151,7 @@ class Adapter:
         going_on = CURRENT
         if self.state.trial:
             going_on = self.state.trial
-        drafter = self._load(output / going_on)
+        drafter = continued(self.target, str(output / going_on))
         self.drafter = drafter
         self.source = source_of(self.target, drafter, args.target_url, args.states_dir)
         self.watch: Watch | None = None
@@ -227,9 +227,6 @@ class Adapter:
             place = folder.name  # so that the folder may move
         part.symlink_to(place)
         os.replace(part, self.output / CURRENT)
-
-    def _load(self, folder: Path) -> TrainableDrafter:
-        return continued(self.target, str(folder))
 
     def _store(self, record: Json) -> str:
         """Saves the drafter as a new version; returns its name."""
@@ -363,23 +360,23 @@ class Adapter:
             )
             self.answers.append(made)
         if lines:
-            self._complain(2 * (state.unusable - unusable) > len(lines))
+            # Said once, as of another target's log.
+            is_most = 2 * (state.unusable - unusable) > len(lines)
+            if is_most and not self.complains:
+                failure = state.failures[-1]
+                reason = f"{failure['line']}: {failure['reason']}"
+                print(
+                    f"most new lines of the log cannot be used; the last one, {reason}", flush=True
+                )
+                if self.watch:
+                    self.watch.note("unusable", reason=reason)
+            self.complains = is_most
             state.places = reader.places
             state.passed_over += passed_over
             self._bound()
             self.account()
             self.save()
         return state.fresh - before
-
-    def _complain(self, is_most: bool) -> None:
-        """Says it once when most of the newest lines cannot be used, as of another target's log."""
-        if is_most and not self.complains:
-            failure = self.state.failures[-1]
-            reason = f"{failure['line']}: {failure['reason']}"
-            print(f"most new lines of the log cannot be used; the last one, {reason}", flush=True)
-            if self.watch:
-                self.watch.note("unusable", reason=reason)
-        self.complains = is_most
 
     def _bound(self) -> None:
         """Keeps the newest answers and, of earlier ones, a random part."""
@@ -422,7 +419,7 @@ class Adapter:
         judges = self._judges()
         # The served drafter's figures are kept with the answers; only new judges are replayed.
         if any(served.name not in it["replayed"] for it in judges):
-            self._replay(self._load(served), served.name, judges)
+            self._replay(continued(self.target, str(served)), served.name, judges)
 
         # train
         new = [it for it in self.answers if _is_new(it)][-self.args.every :]
@@ -472,7 +469,7 @@ class Adapter:
             record |= {"verdict": "worse", "version": served.name}
             state.trial = ""
             self.training = None
-            self.drafter = self._load(served)
+            self.drafter = continued(self.target, str(served))
         else:
             name = self._store({"drafttrain": __version__, "first": str(self.first), **record})
             if ratio.low > 1:
@@ -535,7 +532,7 @@ class Adapter:
         # Training goes on from what serves.
         self.state.trial = ""
         self.training = None
-        self.drafter = self._load(before)
+        self.drafter = continued(self.target, str(before))
         self.watch.bring(before)
         self.save()
         print(f"{served.name} falls below {before.name}, which serves again", flush=True)
@@ -627,7 +624,7 @@ class Adapter:
         stages = []
         for begin in range(0, len(rows), _STAGE_ROWS):
             part = rows[begin : begin + _STAGE_ROWS]
-            stages.append(similar_rows(part, lambda row: row["length"], STEP_TOKENS))
+            stages.append(similar_rows(part, STEP_TOKENS))
         order = []
         for stage in stages:
             for _ in range(self.args.passes):

@@ -15,64 +15,37 @@ _LONGEST = 200_000  # characters
 _DEEP = re.compile(r"(?:[\[{]\s*){33}")  # PyYAML takes seconds for these
 
 
-class _TooLarge(Exception):
-    """More values or levels than a recipe needs."""
+def _is_small(root: yaml.Node) -> bool:
+    """Whether nodes stay within the bounds, those behind aliases counted each time.
 
+    It comes before the values are made: a merge key (`<<`) that names two aliases of another one
+    doubles them with each level.
 
-class _Loader(yaml.SafeLoader):
-    """Plain YAML that refuses keys which occur twice, and more values than its bounds allow.
-
-    Values are counted while they are read, and those behind aliases before they are copied: a merge
-    key (`<<`) that names two aliases of another one doubles the values with each level.
+    Raises:
+        ConstructorError: a key that occurs twice.
     """
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self._values = 0  # so far, those behind aliases counted each time
-        self._level = 0  # of the node that is read
-        self._deepest = 0  # of the nodes inside
-        self._sizes: dict[int, tuple[int, int]] = {}  # values and levels inside a node, by its id
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        is_alias = self.check_event(yaml.AliasEvent)
-        before = self._values
-        outer = self._deepest
-        self._level += 1
-        self._deepest = self._level
-        if not isinstance(parent, yaml.MappingNode) or index is not None:  # not a key
-            self._values += 1
-        self._check_bounds()
-        node = super().compose_node(parent, index)
-        if is_alias:
-            if id(node) not in self._sizes:  # inside the node that it names
-                raise _TooLarge
-            values, levels = self._sizes[id(node)]
-            self._values += values
-            self._deepest += levels
-            self._check_bounds()
-        else:
-            self._sizes[id(node)] = (self._values - before, self._deepest - self._level)
-        self._deepest = max(outer, self._deepest)
-        self._level -= 1
-        return node
-
-    def _check_bounds(self) -> None:
-        if self._values > _MOST_VALUES or self._deepest > MOST_LEVELS + 1:
-            raise _TooLarge
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f"key {key_node.value!r} occurs twice",
-                    key_node.start_mark,
-                )
-            if isinstance(key_node.value, str):
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
+    count = 0
+    waiting = [(root, 0)]
+    while waiting:
+        node, level = waiting.pop()
+        count += 1
+        # An alias inside the node that it names has no last level.
+        if count > _MOST_VALUES or level > MOST_LEVELS:
+            return False
+        inside = []
+        if isinstance(node, yaml.SequenceNode):
+            inside = node.value
+        elif isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, value in node.value:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key.value!r} occurs twice", key.start_mark
+                    )
+                seen.add(key.value)
+                inside.append(value)
+        waiting += [(each, level + 1) for each in inside]
+    return True
 
 
 def read_yaml(text: str, where: str) -> Any:
@@ -89,12 +62,20 @@ def read_yaml(text: str, where: str) -> Any:
     if len(text) > _LONGEST or _DEEP.search(text):
         raise UserError(large)
     try:
-        found = yaml.load(text, _Loader)
-    except _TooLarge as error:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:  # an empty file
+            return None
+        small = _is_small(root)
+        if small:
+            found = loader.construct_document(root)
+    except RecursionError as error:
         raise UserError(large) from error
     except Exception as error:
-        # Besides YAMLError: numbers of 5000 digits, impossible dates, empty tags, deep nesting.
+        # Besides YAMLError: numbers of 5000 digits, impossible dates, empty tags.
         raise UserError(f"{where} is not valid YAML: {text_of(error)[:300]}") from error
+    if not small:
+        raise UserError(large)
 
     waiting: list[tuple[str, object]] = [("", found)]
     while waiting:

@@ -165,7 +165,16 @@ class SharedPart(Part):
         """
         size = self.group.size
         heads, e = x.shape[1:]
-        check_heads(heads, size, keys)
+        if heads % size and not (keys and size % heads == 0):
+            name = "attention"
+            rule = f"divides {heads}"
+            if keys:
+                name = "key"
+                rule = f"divides or is a multiple of {heads}"
+            raise UserError(
+                f"sequence_parallel={size}: a layer has {heads} {name} heads, which {size} processes "
+                f"cannot divide among them; choose a number that {rule}"
+            )
         if heads < size:
             x = x.repeat_interleave(size // heads, dim=1)  # to those whose query heads read it
             heads = size
@@ -193,21 +202,7 @@ class SharedPart(Part):
         return found[:, :own].transpose(0, 1).flatten(1, 2)
 
 
-def check_heads(heads: int, size: int, keys: bool = False) -> None:
-    """Raises UserError: `size` processes cannot divide the heads. Fewer key heads are repeated."""
-    if heads % size == 0 or (keys and size % heads == 0):
-        return
-    name = "attention"
-    rule = f"divides {heads}"
-    if keys:
-        name = "key"
-        rule = f"divides or is a multiple of {heads}"
-    raise UserError(
-        f"sequence_parallel={size}: a layer has {heads} {name} heads, which {size} processes "
-        f"cannot divide among them; choose a number that {rule}"
-    )
-
-
+@dataclass(eq=False)
 class SharedBatches(Sampler[int]):
     """Repeats each batch of another order, so that processes that share rows read the same ones.
 
@@ -218,11 +213,10 @@ class SharedBatches(Sampler[int]):
         batch: rows of a batch. processes: of the run. sharing: processes of a group.
     """
 
-    def __init__(self, order: Sampler[int], batch: int, processes: int, sharing: int):
-        self.order = order
-        self.batch = batch
-        self.processes = processes
-        self.sharing = sharing
+    order: Sampler[int]
+    batch: int
+    processes: int
+    sharing: int
 
     def __len__(self) -> int:
         # Rows that all groups read at once; the last round is filled up.

@@ -148,11 +148,10 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
     """Loads target and data, builds the drafter, and finds the checkpoint to resume from."""
     check_pretraining(config)
     sequence = arguments.sequence_group(config, args)
-    if args.process_index == 0:
-        print(
-            f"training on {device_name(args.device)} ({args.device}) in {arguments.precision(args)}",
-            flush=True,
-        )
+    _say(
+        args,
+        f"training on {device_name(args.device)} ({args.device}) in {arguments.precision(args)}",
+    )
     target, records = load_target_and_records(config, args)
     set_seed(args.seed)  # behind the target: some models draw random numbers while they load
     train_rows, held_out = training_rows(records, config.max_length, config.validation, args.seed)
@@ -171,19 +170,18 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
         )
         target = load_target(config, args, reason)
         drafter.bind(target)
-    elif isinstance(target, TargetShell) and args.process_index == 0:
+    elif isinstance(target, TargetShell):
         given = "every conversation has stored states"
         if config.target_url:
             given = "its states stream from target_url"
-        print(f"target {config.target!r} without its layers: {given}", flush=True)
+        _say(args, f"target {config.target!r} without its layers: {given}")
     parameters = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    if args.process_index == 0:
-        print(
-            f"{counted(len(train_rows), 'conversations')} to train on, {len(held_out or ())} held out; drafter "
-            f"{parameters / 1e6:.1f}M parameters; vocabulary {vocab['size']} of {vocab['vocab_size']} tokens covers "
-            f"{100 * vocab['coverage']:.2f} % of response tokens",
-            flush=True,
-        )
+    _say(
+        args,
+        f"{counted(len(train_rows), 'conversations')} to train on, {len(held_out or ())} held out; drafter "
+        f"{parameters / 1e6:.1f}M parameters; vocabulary {vocab['size']} of {vocab['vocab_size']} tokens covers "
+        f"{100 * vocab['coverage']:.2f} % of response tokens",
+    )
     images = None
     if config.target_url or not isinstance(target, TargetShell):
         images = RowImages.of(records, config.data, target)
@@ -228,6 +226,12 @@ def prepare(config: TrainConfig, args: TrainingArguments, output: OutputFolder |
         facts=facts,
         output=output,
     )
+
+
+def _say(args: TrainingArguments, text: str) -> None:
+    """Prints a line, in the first process."""
+    if args.process_index == 0:
+        print(text, flush=True)
 
 
 def data_facts(data: str) -> Json:
@@ -296,8 +300,7 @@ def load_target(config: TrainConfig, args: TrainingArguments, reason: str) -> Ta
             f"target_url gives states, not layers, but {reason}; set init=random or the path of a drafter"
         )
     if reason:
-        if args.process_index == 0:
-            print(f"loading target {config.target!r} because {reason}", flush=True)
+        _say(args, f"loading target {config.target!r} because {reason}")
         return Target.load(
             config.target,
             config.dtype,
@@ -506,8 +509,8 @@ def learn(config: TrainConfig, args: TrainingArguments, run: Run) -> tuple[Train
         run.column_rates = feature_rates(args, run)
     if run.held_out is not None and config.decode_prompts > 0:
         run.decoding = held_out_decoding(config, run, run.held_out)
-    if run.checkpoint and args.process_index == 0:
-        print(f"going on from {run.checkpoint}", flush=True)
+    if run.checkpoint:
+        _say(args, f"going on from {run.checkpoint}")
     start = time.perf_counter()
     with SaveOnTerm() as stop:
         training = Training(run, args)
@@ -710,8 +713,7 @@ def check_goes_on(config: TrainConfig, args: TrainingArguments, changed: list[st
             "resume=false to train it again, more max_steps, num_train_epochs or max_minutes to go on from its "
             "checkpoint, or another output_dir"
         )
-    if args.process_index == 0:
-        print(f"goes on behind step {state.global_step} with {', '.join(changed)}", flush=True)
+    _say(args, f"goes on behind step {state.global_step} with {', '.join(changed)}")
 
 
 def inputs_of_recipe(config: TrainConfig) -> list[tuple[str, str]]:

@@ -242,7 +242,13 @@ def check(
         UserError: another type, out of range, not finite; names key, value and rule.
     """
     if isinstance(value, str) and is_marked(kind, Commas):
-        return _check_list(name, value, kind)
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        if not 0 < len(parts) <= MOST_ITEMS:
+            raise UserError(
+                f"{name}={shown(value)} must have 1 to {MOST_ITEMS} values separated by commas, such as 1,2,4"
+            )
+        item = get_args(get_args(kind)[0])[0]
+        return [check(name, part, item, words=True) for part in parts]
     plain = value
     if getattr(value, "shape", None) == ():  # a number of numpy or torch
         plain = value.item()  # type: ignore[attr-defined]
@@ -269,17 +275,6 @@ def check(
         if hint:
             fix = f"; {hint}"
     raise UserError(f"{name}={shown(value)} must be {rule(kind)}{fix}")
-
-
-def _check_list(name: str, text: str, kind: Any) -> list[Any]:
-    """The checked items of a list that is written in one word."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not 0 < len(parts) <= MOST_ITEMS:
-        raise UserError(
-            f"{name}={shown(text)} must have 1 to {MOST_ITEMS} values separated by commas, such as 1,2,4"
-        )
-    item = get_args(get_args(kind)[0])[0]
-    return [check(name, part, item, words=True) for part in parts]
 
 
 def refuse_options(call: str, others: Mapping[str, object], known: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -227,6 +227,7 @@ def _rendered(
     return record["tokens"][:end], start
 
 
+@dataclass
 class LogReader:
     """Reads what was added to a log since the last time.
 
@@ -238,9 +239,8 @@ class LogReader:
         places: of earlier runs.
     """
 
-    def __init__(self, path: Path, places: Sequence[Place] = ()):
-        self.path = path
-        self.places = list(places)
+    path: Path
+    places: list[Place] = field(default_factory=list)
 
     def _files(self) -> list[Path]:
         if self.path.is_dir():

@@ -7,6 +7,7 @@ better.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from drafttrain.data.backends import Backend
@@ -23,6 +24,7 @@ UNUSABLE = "unusable row"  # the reason of answers that cannot be learned from
 UNUSABLE_FIX = "mend those rows, or clean the file with: drafttrain prompts --source file"
 
 
+@dataclass
 class ExistingBackend(Backend):
     """The conversations of a file with the answers in it.
 
@@ -35,24 +37,14 @@ class ExistingBackend(Backend):
         done: ids of stored rows, which are passed over. share: the rows of this process.
     """
 
+    renderer: ChatRenderer
+    path: Path
+    kwargs: Json
+    max_length: int
+    done: set[str]
+    share: Share
     asks = False
     drops = ("answer_beyond_max_length",)
-
-    def __init__(
-        self,
-        renderer: ChatRenderer,
-        path: Path,
-        kwargs: Json,
-        max_length: int,
-        done: set[str],
-        share: Share,
-    ):
-        self.renderer = renderer
-        self.path = path
-        self.kwargs = kwargs
-        self.max_length = max_length
-        self.done = done
-        self.share = share
 
     def run(
         self,

@@ -569,7 +569,16 @@ def report(
         flush=True,
     )
     if this_run.get("failed"):
-        _print_failures(this_run["failed"], f"{args.output}/failed-{share.rank:04d}.jsonl")
+        failed = this_run["failed"]
+        reasons = ", ".join(f"{reason} {count}" for reason, count in failed.items())
+        fixes = [f"{reason}: {_fix_of(reason)}" for reason in failed if _fix_of(reason)]
+        if len(fixes) < len(failed):
+            fixes.insert(0, "run the same command again to ask for them again")
+        print(
+            f"failed: {counted(sum(failed.values()), 'conversations')} ({reasons}), listed in "
+            f"{args.output}/failed-{share.rank:04d}.jsonl; {'; '.join(fixes)}",
+            flush=True,
+        )
     if share.rank == 0:
         conclude(summary, [args.output], train_command(args.target, args.output))
 
@@ -577,19 +586,3 @@ def report(
 def _fix_of(reason: str) -> str:
     """What to do about rows that failed for a reason; '' for those that may be asked for again."""
     return _FIXES.get(reason.partition(":")[0], "")
-
-
-def _print_failures(failed: dict[str, int], place: str) -> None:
-    """Prints how many conversations failed for which reason, and what to do."""
-    reasons = ", ".join(f"{reason} {count}" for reason, count in failed.items())
-    fixes = []
-    for reason in failed:
-        fix = _fix_of(reason)
-        if fix:
-            fixes.append(f"{reason}: {fix}")
-    if len(fixes) < len(failed):
-        fixes.insert(0, "run the same command again to ask for them again")
-    print(
-        f"failed: {counted(sum(failed.values()), 'conversations')} ({reasons}), listed in {place}; {'; '.join(fixes)}",
-        flush=True,
-    )

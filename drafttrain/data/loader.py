@@ -7,6 +7,7 @@ length of each conversation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -263,7 +264,11 @@ def pack_rows(rows: Dataset, max_length: int, seed: int) -> Dataset:
     return members.map(joined, remove_columns="members", desc="packing")
 
 
-def similar_rows(rows: Iterable[Row], length: Callable[[Row], int], most: int) -> list[list[Row]]:
+def similar_rows(
+    rows: Iterable[Row],
+    most: int,
+    length: Callable[[Row], int] = itemgetter("length"),  # type: ignore[assignment]  # of stored rows
+) -> list[list[Row]]:
     """Rows of similar length together: at most `most` tokens with padding, or a single row."""
     made: list[list[Row]] = []
     for row in sorted(rows, key=length):

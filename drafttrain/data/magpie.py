@@ -29,77 +29,6 @@ from drafttrain.files import read_text
 from drafttrain.inference.responses import Finished, ResponseRequest
 from drafttrain.target import Target
 
-# First words of user turns, ten per group, so that each group gets its share.
-BUILTIN_OPENINGS = (
-    # chat and writing
-    "Write a",
-    "How can I",
-    "Explain",
-    "What is the difference between",
-    "Give me",
-    "Can you help me",
-    "Why do",
-    "Describe",
-    "Tell me about",
-    "Suggest",
-    # code
-    "Write a Python function",
-    "Write a JavaScript function",
-    "Write a SQL query",
-    "Fix the bug in this code:\n\n",
-    "What does this code do?\n\n```python\n",
-    "Write a program",
-    "How do I implement",
-    "Explain this code:\n\n",
-    "Write a C++ function",
-    "Complete this function:\n\ndef",
-    # mathematics
-    "Solve",
-    "Calculate",
-    "If a",
-    "A train",
-    "How many",
-    "Find the",
-    "Prove that",
-    "What is the value of",
-    "A store sells",
-    "Sarah has",
-    # summaries and rewriting
-    "Summarize the following text:\n\n",
-    "Summarize this article in one paragraph:\n\n",
-    "Shorten this paragraph:\n\n",
-    "Write a short summary of this text.\n\n",
-    "Give me the main points of the following passage:\n\n",
-    "Rewrite the following text:\n\n",
-    "Summarize this story:\n\n",
-    "Write a headline for this article:\n\n",
-    "Make the following text more concise:\n\n",
-    "What is the main idea of this text?\n\n",
-    # questions about a given text, and about facts
-    "Read the passage and answer the question.\n\nPassage:",
-    "Based on the following text, answer the question.\n\n",
-    "Answer the question using the text below.\n\nText:",
-    "Use the information in this paragraph to answer:\n\n",
-    "Context:",
-    "Passage:",
-    "Who was",
-    "When did",
-    "Where is",
-    "Which",
-    # translation and language
-    "Translate the following sentence into French:",
-    "Translate into German:",
-    "Translate this into Spanish:",
-    "Translate the following text into English:",
-    "How do you say",
-    "What does the word",
-    "Correct the grammar:",
-    "Translate the following paragraph into Italian:\n\n",
-    "What is the French word for",
-    "Paraphrase this sentence:",
-)
-
-
 # Tokens of a document's beginning: enough to show its topic, few enough to leave most of it to the
 # target.
 _TEXT_TOKENS = (16, 64)
@@ -221,12 +150,13 @@ def load_openings(name: str) -> list[str]:
 
     Raises UserError: no such file, or an empty one.
     """
-    if name == "builtin":
-        return list(BUILTIN_OPENINGS)
     if name == "none":
         return []
+    path = Path(name)
+    if name == "builtin":  # ten of each group, so that each gets its share
+        path = Path(__file__).with_name("openings.txt")
     lines = []
-    for line in read_text(Path(name), "openings", "give builtin, none, or a text file").split("\n"):
+    for line in read_text(path, "openings", "give builtin, none, or a text file").split("\n"):
         if line.strip():
             lines.append(line.removesuffix("\r").replace("\\n", "\n"))
     if not lines:

@@ -206,82 +206,64 @@ def recorded_conversations(
         A row's id with its records, or with the reason why it cannot be used: an error of
         `RecordedTranscript.add`, or it is not a conversation.
     """
+
+    def records_of(number: int, row: Json) -> list[Json]:
+        """The records of a row. Raises UserError."""
+        parsed = parse_row(row)
+        if parsed is None or "messages" not in parsed:
+            raise UserError(
+                f"{path} line {number}: no conversation in a known format with text in every turn; clean the file "
+                "with: drafttrain prompts --source file"
+            )
+        id = row_id(row.get("id", number), f"{path} line {number}")
+        source = str(row.get("source") or path.name)
+        messages = parsed["messages"]
+        if max_length is not None:
+            messages = _beginning(messages, max_length * longest_token(tokenizer))
+        inputs = ChatInputs.of(parsed, kwargs)
+        target = None
+        if renderer is not None and sources_in(messages):
+            target = renderer.target
+            messages = read_images(messages, renderer.store.read)
+            inputs = seeing_inputs(target, inputs)
+
+        # A row grows until the template rewrites its turns; then another one begins.
+        rows: dict[int, RecordedTranscript] = {}  # by the message that is the first answer
+        current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, target)
+        for i in assistant_turns(messages, id):
+            try:
+                current.add(i, id)
+            except TemplateRewrites:
+                current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, target)
+                current.add(i, id)
+            if len(current.spans) == 1:
+                rows[i] = current
+            # Where the template rewrites nothing, all later answers lie behind the row's end. Each would
+            # render every turn before it.
+            if max_length is not None and len(rows) == 1 and len(current.tokens) > max_length:
+                break
+
+        records = []
+        for i, made in rows.items():
+            key = id
+            if len(rows) > 1:
+                key = f"{id}/{i}"
+            record = {**made.record(key), "source": source}
+            if made.images:
+                record["pictures"] = made.images
+            records.append(record)
+        # The last row has no part: it completes the conversation.
+        for part, record in enumerate(records[:-1]):
+            record["part"] = part
+        return records
+
     for number, row in read_jsonl(path):
         records: list[Json] | UserError
         try:
-            records = _records_of(
-                tokenizer,
-                path,
-                number,
-                row,
-                kwargs,
-                stop_ids,
-                max_length,
-                renderer,
-            )
+            records = records_of(number, row)
         except UserError as error:
             records = error
         yield str(row.get("id", number)), records
-
-
-def _records_of(
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    number: int,
-    row: Json,
-    kwargs: Json | None,
-    stop_ids: Collection[int],
-    max_length: int | None,
-    renderer: ChatRenderer | None,
-) -> list[Json]:
-    """The records of a row. Raises UserError."""
-    parsed = parse_row(row)
-    if parsed is None or "messages" not in parsed:
-        raise UserError(
-            f"{path} line {number}: no conversation in a known format with text in every turn; clean the file "
-            "with: drafttrain prompts --source file"
-        )
-    id = row_id(row.get("id", number), f"{path} line {number}")
-    source = str(row.get("source") or path.name)
-    messages = parsed["messages"]
-    if max_length is not None:
-        messages = _beginning(messages, max_length * longest_token(tokenizer))
-    inputs = ChatInputs.of(parsed, kwargs)
-    target = None
-    if renderer is not None and sources_in(messages):
-        target = renderer.target
-        messages = read_images(messages, renderer.store.read)
-        inputs = seeing_inputs(target, inputs)
-
-    # A row grows until the template rewrites its turns; then another one begins.
-    rows: dict[int, RecordedTranscript] = {}  # by the message that is the first answer
-    current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, target)
-    for i in assistant_turns(messages, id):
-        try:
-            current.add(i, id)
-        except TemplateRewrites:
-            current = RecordedTranscript(tokenizer, messages, inputs, stop_ids, target)
-            current.add(i, id)
-        if len(current.spans) == 1:
-            rows[i] = current
-        # Where the template rewrites nothing, all later answers lie behind the row's end. Each would
-        # render every turn before it.
-        if max_length is not None and len(rows) == 1 and len(current.tokens) > max_length:
-            break
-
-    records = []
-    for i, made in rows.items():
-        key = id
-        if len(rows) > 1:
-            key = f"{id}/{i}"
-        record = {**made.record(key), "source": source}
-        if made.images:
-            record["pictures"] = made.images
-        records.append(record)
-    # The last row has no part: it completes the conversation.
-    for part, record in enumerate(records[:-1]):
-        record["part"] = part
-    return records
 
 
 def _beginning(messages: Sequence[Message], letters: int) -> list[Message]:

@@ -231,7 +231,7 @@ def are_messages(value: object) -> bool:
             return False
         content = message.get("content")
         # Content may be missing beside calls and reasoning.
-        if content is None and not _says_more(message):
+        if content is None and not any(message.get(key) for key in ("tool_calls", *REASONING)):
             return False
         if content is not None and not isinstance(content, str | list):
             return False
@@ -287,9 +287,9 @@ def plain_message(message: Mapping[str, object]) -> Json:
     made: Json = {"role": message["role"], "content": ""}
     if message.get("content"):
         made["content"] = message["content"]
-    reasoning = _first_filled(message, REASONING)
-    if reasoning:
-        made["reasoning_content"] = reasoning
+    for key in reversed(REASONING):  # the first of several counts
+        if message.get(key):
+            made["reasoning_content"] = message[key]
     if message.get("tool_calls"):
         made["tool_calls"] = read_calls(message["tool_calls"])
     return {**made, **_named(message)}
@@ -304,14 +304,6 @@ def _named(message: Mapping[str, object]) -> Json:
     return named
 
 
-def _first_filled(message: Mapping[str, object], keys: Sequence[str]) -> object:
-    """The first value that is not empty; None if all are."""
-    for key in keys:
-        if message.get(key):
-            return message[key]
-    return None
-
-
 def prompt_texts(prompt: Prompt) -> list[str]:
     """The user turns, or the plain text."""
     if "text" in prompt:
@@ -322,10 +314,6 @@ def prompt_texts(prompt: Prompt) -> list[str]:
 
 def _is_filled(value: object) -> bool:
     return isinstance(value, str) and value.strip() != ""
-
-
-def _says_more(message: Mapping[str, object]) -> bool:
-    return any(message.get(key) for key in ("tool_calls", *REASONING))
 
 
 def _message(role: str, content: object) -> Json | None:

@@ -15,9 +15,9 @@ import importlib
 import json
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -157,7 +157,9 @@ def collect(
                 if request is not None:
                     for picture in pictures:
                         request.kept.add(picture)
-                key = _id_of(row, prompt, source)
+                key = stable_id(prompt)
+                if row.get("id") not in (None, ""):
+                    key = row_id(row["id"], f"source={source}")
                 if key in ids:
                     raise UserError(
                         f"source={source}: id={shown(key)} occurs twice; make ids unique, or drop them"
@@ -172,14 +174,6 @@ def collect(
             progress.advance(kept - progress.done, f"{read} rows read", share)
             if kept == count:
                 break
-
-
-def _id_of(row: Json, prompt: Prompt, source: str) -> str:
-    """The row's own id, or a hash of the prompt."""
-    given = row.get("id")
-    if given in (None, ""):
-        return stable_id(prompt)
-    return row_id(given, f"source={source}")
 
 
 # -- files and data sets ---------------------------------------------------------------------------
@@ -207,17 +201,11 @@ def data_set_prompts(request: Request) -> Iterator[Json]:
     """Prompts of a data set of the Hub or in a local folder, whose id is the source's name."""
     args = request.args
     columns = parse_columns(args.columns)
-    rows = data_set_rows(args.source, args.subset, args.split, columns, args.seed)
+    rows = data_set_rows(args, columns)
     return collect(rows, request.keep, args.count, args.source, request=request)
 
 
-def data_set_rows(
-    name: str,
-    subset: str | None,
-    split: str,
-    columns: dict[str, str],
-    seed: int,
-) -> Iterator[Json]:
+def data_set_rows(args: argparse.Namespace, columns: dict[str, str]) -> Iterator[Json]:
     """Streams rows of a data set in seeded random order.
 
     Args:
@@ -228,14 +216,16 @@ def data_set_rows(
     """
     from datasets import load_dataset
 
-    fix = f"give magpie, file, a reachable Hub id or a local folder, with a --subset and a --split of it ({subset}, {split})"
+    name = args.source
+    wanted = f"with a --subset and a --split of it ({args.subset}, {args.split})"
+    fix = f"give magpie, file, a reachable Hub id or a local folder, {wanted}"
     # Where the Hub does not answer, its clients read their cache at once.
     if not Path(name).exists():
         hub_problem()
     with reading(name, "source", fix):
         # Streamed: a few prompts do not need all of a large data set.
-        stream = load_dataset(name, subset, split=split, streaming=True).decode(False)
-        rows = iter(stream.shuffle(seed=seed, buffer_size=_READ_AHEAD))
+        stream = load_dataset(name, args.subset, split=args.split, streaming=True).decode(False)
+        rows = iter(stream.shuffle(seed=args.seed, buffer_size=_READ_AHEAD))
     while True:
         # Every row is read within it: a library may fail at any of them.
         with reading(name, "source", fix):
@@ -354,16 +344,7 @@ def magpie_prompts(request: Request) -> Iterator[Json]:
 
     answers: Callable[[int], Iterator[Finished]]
     if args.url:
-
-        def answers(start: int) -> Iterator[Finished]:
-            return served_answers(
-                args,
-                target,
-                writer,
-                sampling,
-                start,
-                request.keep.dropped,
-            )
+        answers = partial(served_answers, request, target, writer, sampling)
     else:
         slots = args.slots
         if slots == "auto":
@@ -448,17 +429,15 @@ def write_prompts(
 
 
 def served_answers(
-    args: argparse.Namespace,
+    request: Request,
     target: Target,
     writer: PromptWriter,
     sampling: SamplingParams,
     start: int,
-    dropped: Counter[str],
 ) -> Iterator[Finished]:
     """Answers of the servers of --url to the writer's requests from number `start` on.
 
-    Args:
-        dropped: gets the number of failed requests by reason.
+    Failed requests are counted as dropped, by reason.
 
     Raises:
         UserError: a server that does not exchange token ids, so that it cannot continue an open
@@ -468,6 +447,7 @@ def served_answers(
     from drafttrain.data.conversation import ChatRenderer, Conversation
     from drafttrain.inference.responses import Finished, tokens_of
 
+    args = request.args
     renderer = ChatRenderer(target)
     # The turn is the user's, so its end stops the answer.
     renderer.stop_ids = set(writer.stop_ids)
@@ -489,14 +469,14 @@ def served_answers(
     limits = dict[str, int]()  # tokens of the answers in flight
 
     def conversations() -> Iterator[Conversation]:
-        for request in writer.requests(start):
-            limits[request.key] = request.max_new_tokens
-            yield Conversation(request.key, "magpie", tokens=tokens_of(request))
+        for asked in writer.requests(start):
+            limits[asked.key] = asked.max_new_tokens
+            yield Conversation(asked.key, "magpie", tokens=tokens_of(asked))
 
     for it, problem in backend.run(conversations(), lambda: False):
         limit = limits.pop(it.id)
         if isinstance(problem, BadReply):
-            dropped[f"failed request: {problem.reason}"] += 1
+            request.keep.dropped[f"failed request: {problem.reason}"] += 1
             continue
         begin = it.spans[0][0]
         # Servers may answer beyond the limit of a request.

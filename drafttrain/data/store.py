@@ -405,6 +405,7 @@ def _flatten(tree: Json, prefix: str = "") -> Json:
     return flat
 
 
+@dataclass
 class ShardWriter:
     """Writes tensors of conversations into shards of `shard_bytes`.
 
@@ -416,27 +417,22 @@ class ShardWriter:
         kept: the work that a full disk does not destroy, for the error.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        kept: Callable[[], str] = lambda: "the shards written so far are",
-        shard_bytes: int = _SHARD_BYTES,
-    ):
-        self.folder = folder
-        self.rank = rank
-        self.kept = kept
-        self.shard_bytes = shard_bytes
-        with writing(folder):
-            folder.mkdir(exist_ok=True)
+    folder: Path
+    rank: int
+    kept: Callable[[], str] = lambda: "the shards written so far are"
+    shard_bytes: int = _SHARD_BYTES
+
+    def __post_init__(self) -> None:
+        with writing(self.folder):
+            self.folder.mkdir(exist_ok=True)
         numbers = [-1]
-        for shard in folder.glob(f"part-{rank:04d}-*.safetensors"):
+        for shard in self.folder.glob(f"part-{self.rank:04d}-*.safetensors"):
             number = shard.stem.rpartition("-")[2]
             if number.isdecimal():  # not a user's file
                 numbers.append(int(number))
         self.next_shard = max(numbers) + 1
         # A killed process leaves a shard that is not complete.
-        for leftover in folder.glob(f".part-{rank:04d}-*"):
+        for leftover in self.folder.glob(f".part-{self.rank:04d}-*"):
             leftover.unlink()
         self.pending: dict[str, Tensor] = {}  # "ID/features" -> tensor
         self._bytes = 0
@@ -488,6 +484,7 @@ def stored_features(root: Path) -> Json | None:
     return None
 
 
+@dataclass
 class FeatureStore:
     """Looks up the states of stored conversations.
 
@@ -504,25 +501,19 @@ class FeatureStore:
         UserError: a damaged shard.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        columns: list[tuple[int, int] | None] | None = None,
-        top_k: int = 0,
-        layers: int = 0,
-        width: int = 0,
-        vocab_size: int = 0,
-    ):
-        self.columns = columns
-        self.top_k = top_k
-        self.layers = layers
-        self.width = width
-        self.vocab_size = vocab_size
+    directory: Path
+    columns: list[tuple[int, int] | None] | None = None
+    top_k: int = 0
+    layers: int = 0
+    width: int = 0
+    vocab_size: int = 0
+
+    def __post_init__(self) -> None:
         # The shards used last; each is a mapping of memory.
         self._files: OrderedDict[Path, safe_open] = OrderedDict()
         self._opening = threading.Lock()
         self._where: dict[str, Path] = {}  # conversation -> shard
-        for shard in sorted((directory / "features").glob(_SHARDS)):
+        for shard in sorted((self.directory / "features").glob(_SHARDS)):
             with open_tensors(shard, "data", _SHARD_FIX) as file:
                 # Keys are "ID/features", "ID/last_hidden", ...
                 for key in file.keys():  # noqa: SIM118 - safe_open is not a dict

@@ -19,7 +19,7 @@ from drafttrain.drafters.combined import CombinedDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.kinds import kinds, split_name, untrained_kinds
 from drafttrain.errors import UserError
-from drafttrain.files import Json, hub_snapshot, is_hub_id, read_json
+from drafttrain.files import Json, hub_snapshot, is_hub_id, read_json, write_json
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.packing import round_to_int8
 from drafttrain.target import Target, resolve_device, resolve_dtype, resolve_target
@@ -292,6 +292,13 @@ def decoding_settings(name: str) -> Json:
     fix = 'write {"tree": "chain:3", "off": ["translation"]}, or pass a tree'
     settings: Any = read_json(path, "decoding", fix, _Decoding)
     return settings
+
+
+def keep_decoding(name: str, folder: Path) -> None:
+    """Writes a drafter's decoding.json, if it has one, into a folder where the drafter is saved anew."""
+    settings = decoding_settings(name)
+    if settings:
+        write_json(folder / "decoding.json", settings)
 
 
 def drafter_folder(name: str, key: str = "drafter", revision: str = "") -> Path:

@@ -283,7 +283,9 @@ class Shipping(Generic[D]):
 
     def unserved(self, trained: Trained, form: str, engine: EngineRelease) -> list[str]:
         """Why an engine does not draft with an export in a format; empty if it does."""
-        if form in self.formats and engine.name not in self.options(trained):
+        # A kind may say better why it is not written in an engine's format.
+        explained = form not in self.formats and self.no_format != Shipping.no_format
+        if engine.name not in self.options(trained) and not explained:
             return [f"it knows no drafter of kind {trained.kind}"]
         return self.unsupported(trained, form, engine)
 

@@ -170,18 +170,20 @@ def summarize(records: Sequence[Record]) -> Json:
     for name in ALL_BASELINES:
         if all(name in record["sides"] for record in records):
             measured.append(name)
-    baselines = {name: _baseline(_sides(records, name)) for name in measured}
+    baselines: dict[str, Json] = {}
     speedup = {}
-    for name, figures in baselines.items():
-        if figures["tokens_per_second"]:
-            speedup[name] = round(rate / figures["tokens_per_second"], 4)
     decoding_speedup = {}
     for name in measured:
-        if _is_timed(records, name):
-            theirs = _decoding_rate(records, name)
-            if theirs:
-                own = _decoding_rate(records, "drafter")
-                decoding_speedup[name] = round(own / theirs, 4)
+        sides = _sides(records, name)
+        theirs = tokens_per_second(sides)
+        baselines[name] = {"tokens_per_second": theirs}
+        if theirs:
+            speedup[name] = round(rate / theirs, 4)
+        if _is_timed(sides):
+            baselines[name] |= latencies(sides)
+            decoding = _decoding_rate(sides)
+            if decoding:
+                decoding_speedup[name] = round(_decoding_rate(ours) / decoding, 4)
     plain_speedups = [speedup[name] for name in BASELINES if name in speedup]
 
     plain = ours
@@ -287,19 +289,19 @@ def intervals(records: Sequence[Record], baselines: Sequence[str], comparisons: 
     )
     for name in baselines:
         found["speedup"][name] = faster(name, decoding=False)
-        if _is_timed(records, name):
+        if _is_timed(_sides(records, name)):
             found["decoding_speedup"][name] = faster(name, decoding=True)
     return found
 
 
-def _is_timed(records: Sequence[Record], name: str) -> bool:
+def _is_timed(sides: Sequence[Side]) -> bool:
     """Whether it is known when the first token of each of a side's answers came."""
-    return all("ttft" in side for side in _sides(records, name))
+    return all("ttft" in side for side in sides)
 
 
-def _decoding_rate(records: Sequence[Record], name: str) -> float:
+def _decoding_rate(sides: Sequence[Side]) -> float:
     """Tokens per second of a side after its first tokens; 0 if no answer has two."""
-    tokens, seconds = _work(_sides(records, name), decoding=True)
+    tokens, seconds = _work(sides, decoding=True)
     return _ratio(sum(tokens), sum(seconds))
 
 
@@ -332,23 +334,21 @@ def accepted_below(
     return ends(differences, prompts, comparisons)[1] < 0
 
 
-def by_category(records: Sequence[Record]) -> dict[str, Json]:
-    """`summarize` for each category, in order of first appearance."""
+def records_by_category(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records of each category, in order of first appearance."""
     parts: dict[str, list[Record]] = {}
     for record in records:
         parts.setdefault(record["category"], []).append(record)
-    return {name: summarize(part) for name, part in parts.items()}
+    return parts
+
+
+def by_category(records: Sequence[Record]) -> dict[str, Json]:
+    """`summarize` for each category, in order of first appearance."""
+    return {name: summarize(part) for name, part in records_by_category(records).items()}
 
 
 def _sides(records: Sequence[Record], name: str) -> list[Side]:
     return [record["sides"][name] for record in records]
-
-
-def _baseline(sides: Sequence[Side]) -> Json:
-    figures: Json = {"tokens_per_second": tokens_per_second(sides)}
-    if all("ttft" in side for side in sides):
-        figures |= latencies(sides)
-    return figures
 
 
 def _identical(records: Sequence[Record], name: str) -> float | None:

@@ -172,74 +172,49 @@ def evaluate(
     ]
     key = fingerprint({"settings": head, "files": files, "choices": choices})
     with contextlib.closing(open_log(settings.output, key)) as saved:
-        results = compare_sides(
-            settings,
-            target,
-            drafter,
-            questions,
-            head,
-            off,
-            saved,
-            search,
-        )
+        spec, tree_search = choose_tree(settings, target, drafter, questions, saved, search)
+        head["decoding"]["tree"] = {"spec": str(spec), **dataclasses.asdict(spec)}
+        plan = EvalPlan(target, drafter, spec, settings, off)
+        others: dict[str, Side] = {}
+        if "autoregressive" in settings.baselines:
+            others["autoregressive"] = engine_side(plan.decoder(None))
+        # Beside a trained drafter only: what did its training add?
+        if NGRAM in settings.baselines and drafter is not None and parts_of(drafter)[0].trainable:
+            if _lacks_ngrams(saved):
+                print(
+                    "n-grams alone are left out, because the interrupted run did not measure them; "
+                    f"to measure them delete {partial_file(settings.output)}"
+                )
+            else:
+                others[NGRAM] = plan.ngram_side()
+                head["decoding"]["ngram_tree"] = NGRAM_TREE
+        theirs = [name for name in settings.baselines if name.startswith("hf_")]
+        if theirs:
+            others |= hf_sides(
+                target,
+                settings.sampling,
+                theirs,
+                settings.assistant,
+                settings.trust_remote_code,
+            )
+        records = measure(plan, questions, others, saved)
+
+        fit: Json = {}
+        if drafter is not None:
+            fit = parts_of(drafter)[0].fit()
+        results = {
+            **describe_run(),
+            **head,
+            **fit,
+            "command": command_line(),
+            "tree_search": tree_search,
+            "overall": summarize(records),
+            "categories": by_category(records),
+            "prompts": records,
+        }
+        results["diagnosis"] = diagnose(results, training_record(settings.drafter))
         write_json(settings.output, results)
         saved.remove()
-    return results
-
-
-def compare_sides(
-    settings: EvalSettings,
-    target: Target,
-    drafter: Drafter | None,
-    questions: Sequence[Question],
-    head: Json,
-    off: tuple[str, ...],
-    saved: JsonlLog,
-    search: TreeSearch,
-) -> Json:
-    """Answers what is not saved yet by every side; returns the content of the results file."""
-    spec, tree_search = choose_tree(settings, target, drafter, questions, saved, search)
-    head["decoding"]["tree"] = {"spec": str(spec), **dataclasses.asdict(spec)}
-    plan = EvalPlan(target, drafter, spec, settings, off)
-
-    others: dict[str, Side] = {}
-    if "autoregressive" in settings.baselines:
-        others["autoregressive"] = engine_side(plan.decoder(None))
-    # Beside a trained drafter only: what did its training add?
-    if NGRAM in settings.baselines and drafter is not None and parts_of(drafter)[0].trainable:
-        if _lacks_ngrams(saved):
-            print(
-                "n-grams alone are left out, because the interrupted run did not measure them; "
-                f"to measure them delete {partial_file(settings.output)}"
-            )
-        else:
-            others[NGRAM] = plan.ngram_side()
-            head["decoding"]["ngram_tree"] = NGRAM_TREE
-    theirs = [name for name in settings.baselines if name.startswith("hf_")]
-    if theirs:
-        others |= hf_sides(
-            target,
-            settings.sampling,
-            theirs,
-            settings.assistant,
-            settings.trust_remote_code,
-        )
-    records = measure(plan, questions, others, saved)
-
-    fit: Json = {}
-    if drafter is not None:
-        fit = parts_of(drafter)[0].fit()
-    results = {
-        **describe_run(),
-        **head,
-        **fit,
-        "command": command_line(),
-        "tree_search": tree_search,
-        "overall": summarize(records),
-        "categories": by_category(records),
-        "prompts": records,
-    }
-    results["diagnosis"] = diagnose(results, training_record(settings.drafter))
     return results
 
 

@@ -310,15 +310,7 @@ def load_suite(name: str, defaults: Json | None = None) -> Suite:
 
 
 def take_evenly(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """Takes `limit` questions in order, evenly from all categories; None takes all.
-
-    Raises:
-        UserError: a limit below 1.
-    """
-    if limit is None:
-        return list(questions)
-    if limit < 1:
-        raise UserError(f"limit={limit} must be at least 1; leave it out to take the whole suite")
+    """Takes `limit` questions in order, evenly from all categories; None takes all."""
     count: defaultdict[str, int] = defaultdict(int)
     ranked = []  # (position within the category, index)
     for index, question in enumerate(questions):

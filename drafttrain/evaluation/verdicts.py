@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from drafttrain.evaluation.baselines import BASELINE_NAMES, BASELINES, NGRAM
-from drafttrain.evaluation.metrics import Record, intervals
+from drafttrain.evaluation.metrics import Record, intervals, records_by_category
 from drafttrain.evaluation.resampling import FEWEST, Ratio, paired_ratio, totals
 from drafttrain.files import Json, value_of
 
@@ -167,9 +167,7 @@ def categories_of(results: Json) -> dict[str, list[Record]]:
 
     Empty if only one category was measured.
     """
-    found: dict[str, list[Record]] = {}
-    for record in results.get("prompts", []):
-        found.setdefault(record["category"], []).append(record)
+    found = records_by_category(results.get("prompts", []))
     if len(found) < 2:
         return {}
     return {name: part for name, part in found.items() if len(part) >= FEWEST}

@@ -73,7 +73,15 @@ def batch_schedule(path: Path) -> list[Entry]:
     if "cells" not in content and "rows" not in content:
         raise UserError(f"schedule={str(path)!r} holds no draft lengths by batch size; {fix}")
     best = {row["batch_size"]: row["length"] for row in content.get("rows", [])}
-    best |= _fastest_chains(content.get("cells", []))
+    # Of a sweep the fastest chain of each size; 0 where none is faster than plain decoding.
+    highest: dict[int, tuple[float, int]] = {}  # speed-up and length by batch size
+    for cell in content.get("cells", []):
+        spec = TreeSpec.parse(cell["spec"])
+        speedup = cell["speedup_vs_fastest"]
+        if speedup is not None and spec.shape == "chain":
+            size = cell["cell"]["batch_size"]
+            highest[size] = max(highest.get(size, (1.0, 0)), (speedup, spec.depth))
+    best |= {size: length for size, (_, length) in highest.items()}
     if not best:
         raise UserError(
             f"schedule={str(path)!r} measured no chain; "
@@ -92,24 +100,6 @@ def batch_schedule(path: Path) -> list[Entry]:
         else:
             found.append(Entry(first, last, best[size]))
     return found
-
-
-def _fastest_chains(cells: list[_MeasuredChain]) -> dict[int, int]:
-    """Batch size -> length of the chain with the highest speed-up; 0 where none is above 1."""
-    best: dict[int, int] = {}
-    highest: dict[int, float] = {}  # speed-up by batch size
-    for row in cells:
-        size = row["cell"]["batch_size"]
-        speedup = row["speedup_vs_fastest"]
-        spec = TreeSpec.parse(row["spec"])
-        if speedup is None or spec.shape != "chain":
-            continue
-        best.setdefault(size, 0)
-        before = highest.setdefault(size, 1.0)
-        if (speedup, spec.depth) > (before, best[size]):  # of equal ones the longer
-            highest[size] = speedup
-            best[size] = spec.depth
-    return best
 
 
 def vllm_keys(schedule: list[Entry]) -> Json:

@@ -12,7 +12,7 @@ import torch
 
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.engine_trees import engine_chain
-from drafttrain.drafters.registry import decoding_settings, is_untrained
+from drafttrain.drafters.registry import is_untrained, keep_decoding
 from drafttrain.drafters.shipping import (
     ExportRequest,
     Trained,
@@ -22,15 +22,14 @@ from drafttrain.drafters.shipping import (
     shipping,
 )
 from drafttrain.errors import UserError
-from drafttrain.export.batch_schedule import batch_schedule
 from drafttrain.export.serving_recipes import (
     as_text,
-    check_block,
-    check_schedule,
+    check_depth,
     own_drafting,
+    read_schedule,
     recipes,
 )
-from drafttrain.files import hub_snapshot, is_hub_id, write_json
+from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.folders import OutputFolder, beside, check_folder, inputs_of
 from drafttrain.formats.engines import MROPE_NOTE
 from drafttrain.formats.float8 import FLOAT8
@@ -78,8 +77,7 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     engines = kind.formats[args.format].engines
     schedule = None
     if args.schedule:
-        check_schedule(trained, str(args.schedule), engines)
-        schedule = batch_schedule(Path(args.schedule).expanduser())
+        schedule = read_schedule(trained, str(args.schedule), engines)
     output = check_folder(args.output, "export", inputs_of(args))
     root = swap_root(args, trained, output)
 
@@ -87,7 +85,7 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     # Engines draft chains: the one that was tuned here, else the depth of the tuned tree.
     depth = args.speculative_tokens or engine_chain(trained)
     if args.format != "gguf":  # llama.cpp takes a part of a block
-        check_block(trained, depth)
+        check_depth(trained, depth)
     dtype = FLOAT8
     if args.dtype != "float8":
         dtype = resolve_dtype(args.dtype)
@@ -160,9 +158,8 @@ def saved(drafter: Drafter, folder: Path) -> Trained:
         UserError: a kind without weights, or a combination.
     """
     drafter.save_pretrained(folder)
-    settings = decoding_settings(drafter.name) if drafter.name else {}
-    if settings:
-        write_json(folder / "decoding.json", settings)
+    if drafter.name:
+        keep_decoding(drafter.name, folder)
     return find_drafter(str(folder))
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.engine_trees import engine_chain, engine_depth, fastest, tuned_tree
 from drafttrain.drafters.shipping import GGUF_NAME, Trained, shipped_kinds, shipping
 from drafttrain.errors import UserError
-from drafttrain.export.batch_schedule import Entry
+from drafttrain.export.batch_schedule import Entry, batch_schedule
 from drafttrain.export.engine_runs import RUNS, Serving
 from drafttrain.files import Json
 from drafttrain.formats.engines import ENGINES
@@ -21,8 +22,6 @@ _OURS = """from drafttrain import generate
 
 out = generate({target}, "The capital of France is", drafter={drafter}, tree={tree})
 print(out.text, out.stats.accepted_length)"""
-
-_CHAIN = "chain:3"  # where nothing names a tree
 
 
 class Recipe(NamedTuple):
@@ -141,29 +140,39 @@ def as_text(made: Sequence[Recipe]) -> str:
     return "\n\n".join(parts)
 
 
-def check_schedule(trained: Trained, path: str, engines: Iterable[str]) -> None:
-    """Checks that an engine follows draft lengths by batch size with a drafter.
+def read_schedule(trained: Trained, path: str, engines: Iterable[str]) -> list[Entry]:
+    """Draft lengths by batch size that an engine follows with a drafter.
 
     Args:
-        path: of the file that has them. engines: names in ENGINES, or of trainers.
+        engines: those whose recipes are printed.
 
     Raises:
-        UserError: none of them does.
+        UserError: none of them does, or as `batch_schedule` and `check_depth`.
     """
-    for name, options in shipping(trained.kind).options(trained).items():
-        if name in engines and RUNS[name].follows(options):
-            return
-    raise UserError(
-        f"schedule={path!r}: no recipe of {', '.join(engines)} drafts this drafter by batch size; those of "
-        "vLLM do, not for blocks, and SGLang's for EAGLE's chains; drop the flag"
-    )
-
-
-def check_block(trained: Trained, depth: int) -> None:
-    """Raises UserError: a drafter of blocks drafts all of a block, whatever number is asked for."""
-    block = shipping(trained.kind).block_depth(trained)
-    if block and depth != block:
+    options = shipping(trained.kind).options(trained).items()
+    if not any(name in engines and RUNS[name].follows(own) for name, own in options):
         raise UserError(
-            f"speculative-tokens={depth}: this drafter drafts blocks of {block} tokens; "
-            "drop the flag"
+            f"schedule={path!r}: no recipe of {', '.join(engines)} drafts this drafter by batch size; those of "
+            "vLLM do, not for blocks, and SGLang's for EAGLE's chains; drop the flag"
         )
+    found = batch_schedule(Path(path).expanduser())
+    for entry in found:
+        check_depth(trained, entry.tokens, "schedule")
+    return found
+
+
+def check_depth(trained: Trained, tokens: int, flag: str = "speculative-tokens") -> None:
+    """Raises UserError: the drafter does not draft so many tokens in an engine. 0 drafts none.
+
+    A drafter of blocks drafts all of a block.
+    """
+    if not tokens:
+        return
+    block = shipping(trained.kind).block_depth(trained)
+    if block and tokens != block:
+        raise UserError(
+            f"{flag}={tokens}: this drafter drafts blocks of {block} tokens; drop the flag, or give {block}"
+        )
+    most = engine_depth(trained, TreeSpec.parse(f"chain:{tokens}"))
+    if tokens > most:
+        raise UserError(f"{flag}={tokens}: this drafter reaches {most} tokens; give fewer")

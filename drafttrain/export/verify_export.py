@@ -23,7 +23,7 @@ from drafttrain.evaluation.metrics import partial_file
 from drafttrain.evaluation.suites import load_suite, take_evenly
 from drafttrain.export.engine_runs import EngineJob, SeenPrompt, missing
 from drafttrain.export.export_drafter import export
-from drafttrain.export.serving_recipes import check_block
+from drafttrain.export.serving_recipes import check_depth
 from drafttrain.export.tiny_drafters import shipped_drafters, tiny_prompts, tiny_target
 from drafttrain.export.verify_matrix import (
     DrafterRows,
@@ -127,7 +127,7 @@ def _one_drafter(
             f"for kind {trained.kind!r} to verify"
         )
     depth = args.speculative_tokens or engine_chain(trained)
-    check_block(trained, depth)
+    check_depth(trained, depth)
     if args.engine == "auto":
         args.engine = installed_engine(kind.verifiable, pythons)
     if args.engine not in ("none", "all", *kind.verifiable):
@@ -271,9 +271,15 @@ def _rows(
     engines = []
     absent = {}  # why an engine cannot run here, by name; empty if it can
     for engine in ENGINES.values():
-        if args.engine in ("all", engine.name.lower()):
-            engines.append(engine)
-            absent[engine.name] = _absent(engine.name.lower(), pythons)
+        key = engine.name.lower()
+        if args.engine not in ("all", key):
+            continue
+        engines.append(engine)
+        absent[engine.name] = "drafttrain does not start it"
+        if key in PACKAGES:
+            absent[engine.name] = missing(pythons.get(key, sys.executable), PACKAGES[key])
+            if absent[engine.name]:
+                absent[engine.name] += ", see --engine-python"
 
     rows = []
     with contextlib.ExitStack() as stack:
@@ -361,16 +367,6 @@ def _interpreters(words: Iterable[str], engine: str) -> dict[str, str]:
             )
         found[name] = str(place)
     return found
-
-
-def _absent(key: str, pythons: Mapping[str, str]) -> str:
-    """Why an engine cannot run here; empty if it can."""
-    if key not in PACKAGES:
-        return "drafttrain does not start it"
-    reason = missing(pythons.get(key, sys.executable), PACKAGES[key])
-    if reason:
-        return f"{reason}, see --engine-python"
-    return ""
 
 
 def installed_engine(verifiable: Iterable[str], pythons: Mapping[str, str]) -> str:

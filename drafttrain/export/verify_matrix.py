@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class VerifyRow(TypedDict):
     verdict: str  # "same", or what is wrong, or why it was not run
 
 
+@dataclass
 class DrafterRows:
     """Makes a drafter's rows; exports and our own run are made once.
 
@@ -51,14 +53,15 @@ class DrafterRows:
         files: figures of the proof of each export, by format.
     """
 
-    def __init__(self, job: EngineJob, exported: dict[str, Path], form: str = ""):
-        self.job = job
-        self.exported = exported
-        self.form = form
-        self.kind = shipping(job.trained.kind)
-        self.found: dict[str, Json] = {}
-        self.comparison: Json = {}
-        self.files: dict[str, Json] = {}
+    job: EngineJob
+    exported: dict[str, Path]
+    form: str = ""
+    found: dict[str, Json] = field(default_factory=dict)
+    comparison: Json = field(default_factory=dict)
+    files: dict[str, Json] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.kind = shipping(self.job.trained.kind)
 
     def prove(self, form: str) -> Path:
         """The export in a format, read back and compared with the drafter.

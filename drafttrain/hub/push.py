@@ -27,8 +27,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results, read_training
 from drafttrain.evaluation.plausibility import implausible
 from drafttrain.evaluation.verdicts import verdict_on
-from drafttrain.export.batch_schedule import batch_schedule
-from drafttrain.export.serving_recipes import check_schedule, recipes
+from drafttrain.export.serving_recipes import read_schedule, recipes
 from drafttrain.export.verify_matrix import VerifyRow
 from drafttrain.files import Json, read_json
 from drafttrain.formats.engines import ENGINES
@@ -58,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
         )
     args.batch_schedule = None
     if args.schedule:
-        check_schedule(trained, str(args.schedule), ENGINES)
-        args.batch_schedule = batch_schedule(Path(args.schedule).expanduser())
+        args.batch_schedule = read_schedule(trained, str(args.schedule), ENGINES)
     for name, run_results in zip(args.results, results, strict=True):
         check_results(trained, name, run_results)
     check_plausible(args, results)

@@ -271,8 +271,13 @@ def upload(
         )
         refs = api.list_repo_refs(repo, repo_type=kind).tags
         here = [ref.name for ref in refs if ref.target_commit == done.oid]
+        # The tag v1, v2, ... that the revision has, else the next one of the repository.
         if not tag:
-            tag = _next_tag([ref.name for ref in refs], here)
+            numbers = [int(ref.name[1:]) for ref in refs if re.fullmatch(r"v\d+", ref.name)]
+            tag = f"v{max(numbers, default=0) + 1}"
+            own = [name for name in here if re.fullmatch(r"v\d+", name)]
+            if own:
+                tag = own[-1]
         if tag not in here:
             api.create_tag(
                 repo,
@@ -284,19 +289,6 @@ def upload(
         raise UserError(f"repo={repo!r}: {_explain(error)}") from error
     prefix = "datasets/" if kind == "dataset" else ""
     return redact(f"{api.endpoint}/{prefix}{repo}/tree/{tag}")
-
-
-def _next_tag(names: list[str], here: list[str]) -> str:
-    """The tag v1, v2, ... that the revision has, else the next of the repository.
-
-    Args:
-        names: tags of the repository. here: those of the revision.
-    """
-    own = [name for name in here if re.fullmatch(r"v\d+", name)]
-    if own:
-        return own[-1]
-    numbers = [int(name[1:]) for name in names if re.fullmatch(r"v\d+", name)]
-    return f"v{max(numbers, default=0) + 1}"
 
 
 def _explain(error: Exception) -> str:

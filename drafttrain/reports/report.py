@@ -64,10 +64,18 @@ def run(args: argparse.Namespace) -> int:
     for results in runs:
         print_results(results)
     for output in outputs:
-        if output.suffix == ".html":
-            write_report(files, runs, sweeps, journals, output)
-        else:
+        if output.suffix != ".html":
             draw(runs, output)
+            continue
+        # The page, and a PNG of each chart in a folder next to it.
+        names = report_page.run_names(runs, files)
+        drawn = report_page.make_charts(runs, names, sweeps, journals)
+        folder = output.with_name(f"{output.stem}_charts")
+        pictures = [output_file(folder / f"{chart.key}.png", "report") for chart in drawn]
+        notes = [[identity_line(run), *warnings_of(run)] for run in runs]
+        write_text(output, report_page.page(runs, names, drawn, notes, sweeps, journals))
+        for chart, path in zip(drawn, pictures, strict=True):
+            picture([[chart]], path)
     figures = []
     for name, results in zip(files, runs, strict=True):
         figures.append({**results["overall"], "file": name})
@@ -77,33 +85,6 @@ def run(args: argparse.Namespace) -> int:
         then = next_command("export", drafter=drafters.pop())
     conclude({"runs": figures}, outputs, then)
     return 0
-
-
-def write_report(
-    files: list[str],
-    runs: list[Json],
-    sweeps: list[Json],
-    journals: list[list[Json]],
-    output: Path,
-) -> None:
-    """Writes the page, and a PNG of each chart into a folder next to it.
-
-    Args:
-        files: of the runs.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
-    names = report_page.run_names(runs, files)
-    drawn = report_page.make_charts(runs, names, sweeps, journals)
-    folder = output.with_name(f"{output.stem}_charts")
-    pictures = [output_file(folder / f"{chart.key}.png", "report") for chart in drawn]
-    notes = []  # lines above each run's figures
-    for run in runs:
-        notes.append([identity_line(run), *warnings_of(run)])
-    write_text(output, report_page.page(runs, names, drawn, notes, sweeps, journals))
-    for chart, path in zip(drawn, pictures, strict=True):
-        picture([[chart]], path)
 
 
 def draw(runs: list[Json], output: Path) -> None:

@@ -183,30 +183,17 @@ def page(
         title = sweep_title(sweeps[0])
     else:
         title = "Adaptation to what is asked"
-    # Parts of the page that have an entry per run.
-    verdicts = []  # (text, color)
-    diagnoses = []  # findings
-    categories = []  # (name, [(category, figures)])
-    diffs = []  # (name, marked outputs, how many have no text)
-    for name, run in zip(names, runs, strict=True):
-        found = verdict_on(run)
-        verdicts.append((found.text.replace("95 %", "95\u00a0%"), COLORS.get(found.state, "")))
-        if "date" in run:
-            diagnoses.append(run.get("diagnosis", []))
-        else:  # earlier versions wrote advice by other rules
-            diagnoses.append(diagnose(run))
-        categories.append((name, [*run["categories"].items(), ("all", run["overall"])]))
-        shown, bare = _diffs(run)
-        diffs.append((name, shown, bare))
     return render_page(
         "report.html",
         title=title,
         runs=list(zip(names, runs, notes, strict=True)),
-        verdicts=verdicts,
-        conditions=[conditions(run) for run in runs],
-        lengths=[lengths_text(run["overall"]) for run in runs],
-        diagnoses=diagnoses,
+        verdict_on=verdict_on,
+        colors=COLORS,
+        conditions=conditions,
+        lengths=lengths_text,
+        diagnosis=_diagnosis,
         outliers=[outliers(run) for run in runs],
+        diffs=_diffs,
         tiles=_tiles(runs[0]) if len(runs) == 1 else [],
         compared="Drafters compared" if several else "Results compared",
         comparison=_comparison(runs, names),
@@ -214,12 +201,18 @@ def page(
         sweeps=[sweep_section(sweep) for sweep in sweeps],
         journals=[journal_section(journal) for journal in journals],
         charts=[(chart, svg(chart, f"c{number}")) for number, chart in enumerate(charts)],
-        categories=categories,
-        diffs=diffs,
         settings=settings_table(runs),
         baseline=BASELINE_NAMES.get,
         sentence=sentence,
     )
+
+
+def _diagnosis(run: Json) -> list[Json]:
+    """What a run's figures call for."""
+    if "date" not in run:  # earlier versions wrote advice by other rules
+        return diagnose(run)
+    found: list[Json] = run.get("diagnosis", [])
+    return found
 
 
 def differing(runs: Sequence[Json]) -> list[str]:
@@ -473,73 +466,57 @@ def _rates(runs: Sequence[_ReportedRun]) -> Chart:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def _tiles(run: Json) -> list[tuple[str, str, str]]:
-    """(name, figure, explanation) of the figures that matter most."""
-    overall = run["overall"]
-
-    def between(key: str, side: str = "") -> str:
-        span = span_of(overall, key, side)
-        if span:
-            return f"; 95 % interval {span[0]:.2f} to {span[1]:.2f}"
-        return ""
-
-    tiles = []
-    factor = overall["speedup_vs_fastest"]
-    if factor is not None:
-        note = "over the faster baseline" + between("speedup_vs_fastest")
-        tiles.append(("Speed-up", times(factor), note))
-    decoding = figure_of(overall, "decoding_speedup", "autoregressive")
-    if decoding is not None:
-        note = "over plain decoding, after the first token"
-        note += between("decoding_speedup", "autoregressive")
-        tiles.append(("Speed-up of decoding", times(decoding), note))
-    added = figure_of(overall, "speedup", NGRAM)
-    if added is not None:
-        note = "what training adds" + between("speedup", NGRAM)
-        tiles.append(("Over n-grams alone", times(added), note))
-    note = "tokens per target pass" + between("accepted_length")
-    return [
-        *tiles,
-        ("Accepted length", f"{overall['accepted_length']:.2f}", note),
-        ("Acceptance rate", f"{overall['acceptance_rate']:.0%}", "of the depth offered"),
-        ("Tokens per second", f"{overall['tokens_per_second']:.1f}", "prefill included"),
-        ("First token", f"{overall['ttft_ms']['p50']:,.0f} ms", "median"),
-        ("Drafter's share", f"{overall['draft_fraction']:.0%}", "of the time"),
-        ("MBSU", f"{overall['mbsu']:.2f}", "memory-bound speed-up"),
-    ]
-
-
-class _Compared(NamedTuple):
-    """A figure of the comparison, see `figure_of`. better: 1 for more, -1 for less, 0 for neither."""
+class _Figure(NamedTuple):
+    """A figure of the page, see `figure_of`. better: 1 for more, -1 for less, 0 for neither."""
 
     name: str
+    note: str
     key: str
     form: str
     better: int = 0
     part: str = ""
 
 
-_COMPARED = (
-    _Compared("Speed-up over the faster baseline", "speedup_vs_fastest", "{:.2f}\u00d7", 1),
-    _Compared(
-        "Speed-up of decoding, after the first token",
+# The figures that matter most.
+_TILES = (
+    _Figure("Speed-up", "over the faster baseline", "speedup_vs_fastest", "{:.2f}\u00d7", 1),
+    _Figure(
+        "Speed-up of decoding",
+        "over plain decoding, after the first token",
         "decoding_speedup",
         "{:.2f}\u00d7",
         1,
         "autoregressive",
     ),
-    _Compared("Speed-up over n-grams alone", "speedup", "{:.2f}\u00d7", 1, NGRAM),
-    _Compared("Accepted length", "accepted_length", "{:.2f}", 1),
-    _Compared("Acceptance rate", "acceptance_rate", "{:.1%}", 1),
-    _Compared("Tokens per second", "tokens_per_second", "{:,.1f}", 1),
-    _Compared("First token, p50, ms", "ttft_ms", "{:,.0f}", -1, "p50"),
-    _Compared("Per token, p50, ms", "tpot_ms", "{:,.1f}", -1, "p50"),
-    _Compared("Per token, p99, ms", "tpot_ms", "{:,.1f}", -1, "p99"),
-    _Compared("Drafter's share of the time", "draft_fraction", "{:.1%}"),
-    _Compared("MBSU", "mbsu", "{:.2f}", 1),
-    _Compared("Outputs identical to plain decoding", "identical_outputs", "{:.1%}"),
-    _Compared("Prompts", "prompts", "{:,}"),
+    _Figure("Over n-grams alone", "what training adds", "speedup", "{:.2f}\u00d7", 1, NGRAM),
+    _Figure("Accepted length", "tokens per target pass", "accepted_length", "{:.2f}", 1),
+    _Figure("Acceptance rate", "of the depth offered", "acceptance_rate", "{:.1%}", 1),
+    _Figure("Tokens per second", "prefill included", "tokens_per_second", "{:,.1f}", 1),
+    _Figure("First token", "median", "ttft_ms", "{:,.0f} ms", -1, "p50"),
+    _Figure("Drafter's share", "of the time", "draft_fraction", "{:.1%}"),
+    _Figure("MBSU", "memory-bound speed-up", "mbsu", "{:.2f}", 1),
 )
+_COMPARED = (
+    *_TILES,
+    _Figure("Per token", "median", "tpot_ms", "{:,.1f} ms", -1, "p50"),
+    _Figure("Per token", "p99", "tpot_ms", "{:,.1f} ms", -1, "p99"),
+    _Figure("Outputs", "identical to plain decoding", "identical_outputs", "{:.1%}"),
+    _Figure("Prompts", "of all categories", "prompts", "{:,}"),
+)
+
+
+def _tiles(run: Json) -> list[tuple[str, str, str]]:
+    """(name, figure, explanation) of the figures that matter most."""
+    tiles = []
+    for each in _TILES:
+        value = figure_of(run["overall"], each.key, each.part)
+        span = span_of(run["overall"], each.key, each.part)
+        note = each.note
+        if span:
+            note += f"; 95 % interval {span[0]:.2f} to {span[1]:.2f}"
+        if value is not None:
+            tiles.append((each.name, each.form.format(value), note))
+    return tiles
 
 
 def _comparison(
@@ -578,7 +555,7 @@ def _comparison(
                 cells.append((DASH, False))
             else:
                 cells.append((each.form.format(value), value * each.better == best))
-        table.append((each.name, cells))
+        table.append((f"{each.name}, {each.note}", cells))
     return table
 
 

@@ -85,7 +85,25 @@ def sweep_charts(sweep: Json, number: int) -> Iterable[Chart]:
         if len(by_size) < 2:  # a point is not a line
             del lines[name]
     if lines:
-        yield _crossover(lines, f"crossover{suffix}")
+        sizes = sorted(set().union(*lines.values()))
+        series = []
+        ends = []
+        for tone, (name, by_size) in enumerate(lines.items(), 1):
+            places = [(by_size.get(size, {}), "") for size in sizes]
+            series.append(series_of(name, places, tone, "speedup_vs_fastest"))
+            ends.append(f"{name}: {crossover('batch size', sorted(by_size.items()))}")
+        yield Chart(
+            f"crossover{suffix}",
+            "Speed-up by batch size",
+            f"Below the dashed line speculation does not pay. {sentence('; '.join(ends))}",
+            "lines",
+            [str(size) for size in sizes],
+            series,
+            "prompts at a time",
+            TIMES,
+            show=times,
+            reference=1.0,
+        )
 
     for key in others:
         own: dict[str, Json] = {}  # value along this axis -> figures
@@ -105,29 +123,6 @@ def sweep_charts(sweep: Json, number: int) -> Iterable[Chart]:
             show=times,
             reference=1.0,
         )
-
-
-def _crossover(lines: dict[str, dict[int, Json]], key: str) -> Chart:
-    """The chart of speed-up by batch size. lines: figures by batch size, by the name of a setting."""
-    sizes = sorted(set().union(*lines.values()))
-    series = []
-    ends = []
-    for tone, (name, by_size) in enumerate(lines.items(), 1):
-        places = [(by_size.get(size, {}), "") for size in sizes]
-        series.append(series_of(name, places, tone, "speedup_vs_fastest"))
-        ends.append(f"{name}: {crossover('batch size', sorted(by_size.items()))}")
-    return Chart(
-        key,
-        "Speed-up by batch size",
-        f"Below the dashed line speculation does not pay. {sentence('; '.join(ends))}",
-        "lines",
-        [str(size) for size in sizes],
-        series,
-        "prompts at a time",
-        TIMES,
-        show=times,
-        reference=1.0,
-    )
 
 
 def sweep_title(sweep: Json) -> str:

@@ -116,6 +116,7 @@ def _asked(text: str, images: Sequence[Picture]) -> Message:
     return in_front([{"role": "user", "content": text}], images)[0]
 
 
+@dataclass
 class ChatSession:
     """A conversation with a target, drafted for by a drafter.
 
@@ -129,20 +130,15 @@ class ChatSession:
         images: to be shown with the next message.
     """
 
-    def __init__(
-        self,
-        drafted: Decoder,
-        max_new_tokens: int,
-        seed: int = 0,
-        system: str = "",
-        inputs: ChatInputs = NO_INPUTS,
-    ):
+    drafted: Decoder
+    max_new_tokens: int
+    seed: int = 0
+    system: str = ""
+    inputs: ChatInputs = NO_INPUTS
+
+    def __post_init__(self) -> None:
+        drafted = self.drafted
         self.target = drafted.target
-        self.inputs = inputs
-        self.system = system
-        self.max_new_tokens = max_new_tokens
-        self.seed = seed
-        self.drafted = drafted
         self.undrafted = Decoder(
             drafted.target,
             None,
@@ -292,6 +288,7 @@ class ChatSession:
         return " | ".join(parts)
 
 
+@dataclass
 class PlainView:
     """Answers without colors, for pipes: text or JSON on stdout, everything else on stderr.
 
@@ -299,10 +296,9 @@ class PlainView:
         stop: whether this answer ends after its round; None between answers.
     """
 
-    def __init__(self, session: ChatSession, as_json: bool):
-        self.session = session
-        self.as_json = as_json
-        self.stop: bool | None = None
+    session: ChatSession
+    as_json: bool = False
+    stop: bool | None = field(default=None, init=False)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """The handler of Ctrl-C on a terminal, which stops an answer.
@@ -361,7 +357,7 @@ class LiveView(PlainView):
     """
 
     def __init__(self, session: ChatSession, console: Console):
-        super().__init__(session, as_json=False)
+        super().__init__(session)
         self.console = console
         self.styles = dict(zip(session.names, _STYLES, strict=False))
 

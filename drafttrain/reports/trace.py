@@ -229,19 +229,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Seen(NamedTuple):
-    """A round as the decoder's observer sees it.
-
-    Attributes:
-        target: the target's probability of each node's token. own_target: that of its own token.
-    """
-
-    tree: TokenTree
-    verdict: Verdict
-    target: list[float]
-    own_target: float
-
-
 def record(
     decoder: Decoder,
     prompt: list[int],
@@ -254,8 +241,9 @@ def record(
     Args:
         decoder: without stop strings; the call uses its observer. prompt: token ids.
     """
-    rounds: list[_Seen] = []
+    rounds: list[TracedRound] = []
     sampling = decoder.sampling
+    tokenizer = decoder.target.tokenizer
 
     def observe(_: int, tree: TokenTree, verdict: Verdict, logits: Tensor) -> None:
         tree = tree.drafts()
@@ -269,8 +257,21 @@ def record(
         last = 0  # row of the node that the target's own token follows
         if verdict.path:
             last = verdict.path[-1] + 1
-        own = float(p[last, verdict.tokens[-1]])
-        rounds.append(_Seen(tree, verdict, p[rows, tree.tokens].tolist(), own))
+        own = ""
+        if len(verdict.tokens) > len(verdict.path):
+            own = decode(tokenizer, verdict.tokens[-1:])
+        rounds.append(
+            TracedRound(
+                number=len(rounds) + 1,
+                root="",  # known when all tokens are
+                nodes=_nodes(tokenizer, tree, verdict.path, p[rows, tree.tokens].tolist()),
+                path=verdict.path,
+                depth=tree.drafted_depth,
+                tokens=verdict.tokens,
+                own=own,
+                own_target=float(p[last, verdict.tokens[-1]]),
+            )
+        )
 
     decoder.observer = observe
     try:
@@ -278,50 +279,36 @@ def record(
     finally:
         decoder.observer = None
 
-    tokenizer = decoder.target.tokenizer
     texts = iter(pieces_of(tokenizer, made.tokens))
     # The prefill's token comes before all rounds.
-    trace = Trace([Piece(next(texts), 0, 0)], [], made.stats)
-    for number, seen in enumerate(rounds, 1):
-        path = seen.verdict.path
-        tokens = seen.verdict.tokens
-        has_own = len(tokens) > len(path)
-        own = ""
-        if has_own:
-            own = decode(tokenizer, tokens[-1:])
-        root = trace.pieces[-1].text
-        nodes = _nodes(tokenizer, seen)
-        trace.rounds.append(
-            TracedRound(
-                number=number,
-                root=root,
-                nodes=nodes,
-                path=path,
-                depth=seen.tree.drafted_depth,
-                tokens=tokens,
-                own=own,
-                own_target=seen.own_target,
-            )
-        )
-        for node in path:
-            trace.pieces.append(Piece(next(texts), nodes[node].depth, number, nodes[node].match))
-        if has_own:  # its text may be empty
-            trace.pieces.append(Piece(next(texts), 0, number))
-    return trace
+    pieces = [Piece(next(texts), 0, 0)]
+    for one in rounds:
+        one.root = pieces[-1].text
+        for node in one.path:
+            drafted = one.nodes[node]
+            pieces.append(Piece(next(texts), drafted.depth, one.number, drafted.match))
+        if len(one.tokens) > len(one.path):  # its text may be empty
+            pieces.append(Piece(next(texts), 0, one.number))
+    return Trace(pieces, rounds, made.stats)
 
 
-def _nodes(tokenizer: PreTrainedTokenizerBase, seen: _Seen) -> list[TracedNode]:
-    tree = seen.tree
-    paths = [math.nan] * len(tree)  # log-probability of each path, by the drafter
+def _nodes(
+    tokenizer: PreTrainedTokenizerBase,
+    tree: TokenTree,
+    path: list[int],
+    target: list[float],
+) -> list[TracedNode]:
+    """The nodes of a tree. path: the accepted ones. target: probability of each."""
+    scores = [math.nan] * len(tree)  # log-probability of each path, by the drafter
     if tree.log_probs is not None:
-        paths = tree.log_probs.tolist()
+        scores = tree.log_probs.tolist()
     nodes = []
     for node, token in enumerate(tree.tokens.tolist()):
         parent = tree.parents[node]
-        log_prob = paths[node]
+        log_prob = scores[node]
         # Log-probabilities are of whole paths: the difference is the token's own.
         if parent >= 0:
-            log_prob -= paths[parent]
+            log_prob -= scores[parent]
         draft = None
         if not math.isnan(log_prob):
             draft = math.exp(log_prob)
@@ -331,8 +318,8 @@ def _nodes(tokenizer: PreTrainedTokenizerBase, seen: _Seen) -> list[TracedNode]:
                 parent=parent,
                 depth=tree.depths[node],
                 draft=draft,
-                target=seen.target[node],
-                accepted=node in seen.verdict.path,
+                target=target[node],
+                accepted=node in path,
                 match=node in tree.matched,
             )
         )

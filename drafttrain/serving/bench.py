@@ -22,7 +22,7 @@ from drafttrain.credentials import redact
 from drafttrain.environment import describe_environment
 from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import percentiles
-from drafttrain.evaluation.resampling import FEWEST, Ratio, paired_ratio
+from drafttrain.evaluation.resampling import FEWEST, paired_ratio
 from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.files import Json, scratch_folder, write_json
 from drafttrain.folders import inputs_of, output_file
@@ -63,7 +63,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a server that does not answer.
     """
-    steps = steps_of(args)
+    # As in the results: {concurrency} or {request_rate}.
+    steps = [{"request_rate": number} for number in args.request_rate or ()]
+    if not steps:
+        steps = [{"concurrency": number} for number in args.concurrency or (1, 2, 4, 8)]
     output = output_file(args.output, "bench-server", inputs_of(args))
     suite = load_suite(args.suite, args.chat_template_kwargs)
     so_far = output_file(output.with_name(f"{output.name}.partial"), "bench-server")
@@ -107,13 +110,6 @@ def run(args: argparse.Namespace) -> int:
         if all(cell["completed"] == 0 for cell in server["cells"]):
             return 1
     return 0
-
-
-def steps_of(args: argparse.Namespace) -> list[dict[str, float]]:
-    """The steps of the load test as in the results, {concurrency} or {request_rate}."""
-    if args.request_rate:
-        return [{"request_rate": number} for number in args.request_rate]
-    return [{"concurrency": number} for number in args.concurrency or (1, 2, 4, 8)]
 
 
 def _pairs(servers: dict[str, Json]) -> list[tuple[str, str]]:
@@ -378,26 +374,22 @@ def compare(first: Json, second: Json) -> list[Json]:
                 row[key] = one[key]
         row["tokens_per_second"] = _ratio(one["tokens_per_second"], two["tokens_per_second"])
         row["interval"] = None
-        rates = _ratio_of_rates(one.get("repeats", {}), two.get("repeats", {}))
-        if rates:
+        ours = one.get("repeats", {"tokens": ()})
+        theirs = two.get("repeats", {"tokens": ()})
+        # An interrupted run may have a repeat more of one server than of the other.
+        count = min(len(ours["tokens"]), len(theirs["tokens"]))
+        if count > 1 and sum(ours["tokens"]) and sum(theirs["tokens"]):
+            # tokens / seconds over tokens / seconds, written as one quotient of products.
+            rates = paired_ratio(
+                (ours["tokens"][:count], theirs["seconds"][:count]),
+                (ours["seconds"][:count], theirs["tokens"][:count]),
+            )
             row["tokens_per_second"] = round(rates.value, 4)
             row["interval"] = [round(rates.low, 4), round(rates.high, 4)]
         for key in ("ttft_ms", "tpot_ms", "latency_ms"):
             row[key] = _ratio(two[key]["p50"], one[key]["p50"])
         rows.append(row)
     return rows
-
-
-def _ratio_of_rates(one: Json, two: Json) -> Ratio | None:
-    """Two servers' token rates, first over second, with an interval; both ran each repeat in turn."""
-    # An interrupted run may have a repeat more of one server than of the other.
-    count = min(len(one.get("tokens", ())), len(two.get("tokens", ())))
-    if count < 2 or not sum(one["tokens"]) or not sum(two["tokens"]):
-        return None
-    # tokens / seconds over tokens / seconds, written as one quotient of products.
-    over = (one["tokens"][:count], two["seconds"][:count])
-    under = (one["seconds"][:count], two["tokens"][:count])
-    return paired_ratio(over, under)
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -321,9 +321,14 @@ def _of_vllm(before: Samples, after: Samples) -> Json:
     joint = []  # share of drafts whose first k tokens were accepted
     conditional = []  # share of those that accepted the tokens before
     above = 1.0
+    counts: defaultdict[int, float] = defaultdict(float)  # by position
+    for sign, samples in ((1, after), (-1, before)):
+        for labels, value in samples.get(f"{_VLLM}accepted_tokens_per_pos", []):
+            if re.fullmatch("[0-9]{1,4}", labels.get("position", "")):
+                counts[int(labels["position"])] += sign * value
     # A counter of position k counts the drafts of which at least k + 1 tokens were accepted.
-    for count in _per_position(before, after):
-        share = count / drafts
+    for position in sorted(counts):
+        share = counts[position] / drafts
         joint.append(round(share, 4))
         kept = 0.0
         if above:
@@ -343,13 +348,3 @@ def increase(before: Samples, after: Samples, name: str) -> float:
     """Increase of a counter, over all labels (engines, models)."""
     now = sum(value for _, value in after.get(name, []))
     return now - sum(value for _, value in before.get(name, []))
-
-
-def _per_position(before: Samples, after: Samples) -> list[float]:
-    """Increase of vLLM's accepted tokens by position."""
-    counts: defaultdict[int, float] = defaultdict(float)
-    for sign, samples in ((1, after), (-1, before)):
-        for labels, value in samples.get(f"{_VLLM}accepted_tokens_per_pos", []):
-            if re.fullmatch("[0-9]{1,4}", labels.get("position", "")):
-                counts[int(labels["position"])] += sign * value
-    return [counts[position] for position in sorted(counts)]

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.drafters.engine_trees import engine_depth
-from drafttrain.drafters.shipping import Trained, find_drafter, shipping
+from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.export.engine_runs import RUNS, Serving, missing
 from drafttrain.export.export_drafter import export
+from drafttrain.export.serving_recipes import check_depth
 from drafttrain.formats.engines import ENGINES
 from drafttrain.states.engine_server import (
     EngineServer,
@@ -81,7 +81,8 @@ def servers(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Engin
     reasons = kind.unserved(trained, release.form, release)
     if reasons:
         raise UserError(f"engine={args.engine!r} does not serve this drafter: {'; '.join(reasons)}")
-    _check_lengths(trained, args.draft_lengths)
+    for length in args.draft_lengths:
+        check_depth(trained, length, "draft-lengths")
     if args.engine == "vllm":
         serve = vllm_serve(args.engine_python, look_for_vllm(args.engine_python), target)
     else:
@@ -104,18 +105,3 @@ def servers(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Engin
             serving = Serving(target, str(exported), tree, kind.options(trained)[release.name])
             drafting = RUNS[release.name].flags(serving)
         yield f"{length} drafted", LengthServer(release.name, serve, drafting, args.flags)
-
-
-def _check_lengths(trained: Trained, lengths: Sequence[int]) -> None:
-    """Raises UserError: the drafter does not draft so many tokens in an engine."""
-    block = shipping(trained.kind).block_depth(trained)
-    for length in filter(None, lengths):
-        if block and length != block:
-            raise UserError(
-                f"draft-lengths={length}: this drafter drafts blocks of {block} tokens; give 0,{block}"
-            )
-        most = engine_depth(trained, TreeSpec.parse(f"chain:{length}"))
-        if length > most:
-            raise UserError(
-                f"draft-lengths={length}: this drafter reaches {most} tokens; give fewer"
-            )

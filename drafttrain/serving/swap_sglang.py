@@ -19,7 +19,6 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 
 from packaging.version import Version
-from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.data.failures import BadReply
@@ -170,10 +169,12 @@ class SglangSwapper(Swapper):
         begun = self._act("begin_weight_update", {"selector": "draft"})
         if begun:
             raise SwapRefused(begun)
+        # Pairs of name and tensor, pickled: SGLang's unpickler admits tensors alone.
+        sent = [(name, tensor) for name, tensor in head.tensors.items() if name not in _TOKEN_MAPS]
         body: Json = {
             "selector": "draft",
             # Each rank reads its own entry; the loaders of weights cut out its part.
-            "serialized_named_tensors": [payload(head.tensors)] * ranks,
+            "serialized_named_tensors": [base64.b64encode(pickle.dumps(sent)).decode()] * ranks,
             # A flush that requests prevent would count as a failed update.
             "flush_cache": False,
             "weight_version": f"{_NAME}:{head.digest}:{head.folder}",
@@ -261,12 +262,3 @@ def shared_parts(config: Mapping[str, object], algorithm: str) -> Set[str]:
     if algorithm == "EAGLE3" and has_own_output:
         return {"embed_tokens"}
     return {"embed_tokens", "lm_head"}
-
-
-def payload(tensors: Mapping[str, Tensor]) -> str:
-    """Weights in SGLang's form: pairs of name and tensor, pickled, in base64.
-
-    SGLang reads it with an unpickler that admits tensors alone.
-    """
-    sent = [(name, tensor) for name, tensor in tensors.items() if name not in _TOKEN_MAPS]
-    return base64.b64encode(pickle.dumps(sent)).decode()

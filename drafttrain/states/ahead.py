@@ -42,6 +42,7 @@ class _Coming:
     states: Future[RowStates | None] | None = None  # None until it is asked for
 
 
+@dataclass(eq=False)
 class Ahead(Origin):
     """Reads the states of coming rows in threads, in the order in which they were expected.
 
@@ -56,14 +57,14 @@ class Ahead(Origin):
         held: bytes that count towards the limit now.
     """
 
+    origin: Origin
+    limit: float
+    token_bytes: float
     clock = staticmethod(time.perf_counter)  # seconds; tests replace it
 
-    def __init__(self, origin: Origin, limit: float, token_bytes: float):
-        self.origin = origin
-        self.name = origin.name
-        self.has_states = origin.has_states
-        self.limit = limit
-        self.token_bytes = token_bytes
+    def __post_init__(self) -> None:
+        self.name = self.origin.name
+        self.has_states = self.origin.has_states
         self.waited = 0.0
         self.held = 0.0
         self._coming: dict[int, _Coming] = {}  # by the row's index

@@ -288,7 +288,7 @@ def computed(origin: Online, rows: list[Row]) -> Iterator[tuple[Row, RowStates]]
     device = origin.target.device
     groups: Iterable[list[Row]] = ([row] for row in rows)
     if device.type != "cpu":
-        groups = similar_rows(rows, lambda row: len(row.tokens), _BATCH_TOKENS)
+        groups = similar_rows(rows, _BATCH_TOKENS, lambda row: len(row.tokens))
     for group in groups:
         made = origin.states([Row(row.index, row.tokens.to(device)) for row in group])
         for row, states in zip(group, made, strict=True):

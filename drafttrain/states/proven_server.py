@@ -288,10 +288,20 @@ class ProvenServer:
         ids = states["token_ids"]
         found = states["hidden_states"]
         if isinstance(prompt, str):
-            self._check_tokens(ids.tolist(), self.shell.tokenizer(prompt)["input_ids"])
+            read = ids.tolist()
+            wanted = self.shell.tokenizer(prompt)["input_ids"]
+            if read != wanted:
+                raise self._refused(
+                    f"its tokenizer makes {len(read)} tokens of a text, the target's {len(wanted)}, "
+                    f"and they differ from token {shared_length(read, wanted)} on"
+                )
         assert self.transport is not None
         if self.transport.record["layers"][0] == 0:
-            self._check_embedding(ids, found[:, 0])
+            embedded = found[:, 0].float()  # [n, h]
+            ours = self.shell.embed(ids.to(self.shell.device)).detach().cpu().float()
+            apart = float((embedded - ours).norm() / ours.norm())
+            if not apart <= 2 * torch.finfo(found.dtype).eps + 1e-5:  # NaN is refused too
+                raise self._refused(f"its input embedding differs by {apart:.2g} of its norm")
         self.dtype = str(found.dtype).removeprefix("torch.")
         return head_gap(self.shell, found, logprobs)
 
@@ -299,15 +309,6 @@ class ProvenServer:
         return UserError(
             f"url={self.url!r} does not serve target {self.shell.name!r}: {why}; start it with: "
             f"{self._command}"
-        )
-
-    def _check_tokens(self, ids: list[int], wanted: list[int]) -> None:
-        """Raises UserError: the server tokenizes a text otherwise than the target does."""
-        if ids == wanted:
-            return
-        raise self._refused(
-            f"its tokenizer makes {len(ids)} tokens of a text, the target's {len(wanted)}, and "
-            f"they differ from token {shared_length(ids, wanted)} on"
         )
 
     def _check_record(self, transport: StatesTransport) -> None:
@@ -329,13 +330,6 @@ class ProvenServer:
                 f"url={self.url!r} hands out layers {','.join(map(str, layers))}, and {named} are "
                 f"needed; start it with: {self._command} --layers {named}"
             )
-
-    def _check_embedding(self, ids: Tensor, found: Tensor) -> None:
-        """Raises UserError: layer 0's states [n, h] are not the shell's embedding of the ids [n]."""
-        ours = self.shell.embed(ids.to(self.shell.device)).detach().cpu().float()  # [n, h]
-        apart = float((found.float() - ours).norm() / ours.norm())
-        if not apart <= 2 * torch.finfo(found.dtype).eps + 1e-5:  # NaN is refused too
-            raise self._refused(f"its input embedding differs by {apart:.2g} of its norm")
 
 
 def _spread_ids(vocab_size: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -256,6 +257,7 @@ class KeptStates(Origin):
                 self.used -= self.held.pop(index).nbytes
 
 
+@dataclass(eq=False)
 class Online(Origin):
     """The target in this process.
 
@@ -270,21 +272,15 @@ class Online(Origin):
             memory yet, computes the same.
     """
 
+    target: Target
+    layers: Sequence[int]
+    dtype: torch.dtype | None = None
+    images: RowImages | None = None
     name = "online"
 
-    def __init__(
-        self,
-        target: Target,
-        layers: Sequence[int],
-        dtype: torch.dtype | None = None,
-        images: RowImages | None = None,
-    ):
-        self.target = target
-        self.layers = layers
-        self.dtype = dtype
-        self.images = images
+    def __post_init__(self) -> None:
         self.together: int | None = None
-        if target.device.type == "cpu":
+        if self.target.device.type == "cpu":
             self.together = 1
 
     @torch.no_grad()
@@ -320,6 +316,7 @@ class Online(Origin):
         return RowStates(features, last)
 
 
+@dataclass(eq=False)
 class SharedOnline(Origin):
     """The target in processes that share rows: each runs it over its part of the tokens.
 
@@ -327,12 +324,10 @@ class SharedOnline(Origin):
         part: this process's part of the batch.
     """
 
+    target: Target
+    layers: Sequence[int]
+    part: SharedPart
     name = "online"
-
-    def __init__(self, target: Target, layers: Sequence[int], part: SharedPart):
-        self.target = target
-        self.layers = layers
-        self.part = part
 
     @torch.no_grad()
     def states(self, rows: Sequence[Row]) -> list[RowStates | None]:
@@ -532,19 +527,15 @@ def targets(
     # Of one data set, so all rows have likeliest tokens, or none has.
     tops = [found.last for found in states if isinstance(found.last, TopTokens)]
     if tops:
-        return features, _stored_top_k(tops, head, sampled), row_of
+        ids = torch.cat([top.ids for top in tops]).long()  # [r, k] target ids
+        ids = head.to_drafter[ids]
+        logits = torch.cat([top.logits for top in tops]).float()  # [r, k]
+        log_z = torch.cat([top.log_z for top in tops])  # [r]
+        log_p = logits - log_z.unsqueeze(1)
+        mass = log_p.exp().sum(-1).clamp(max=1 - 1e-6)  # [r] of the k tokens
+        rest = torch.log1p(-mass).exp()  # [r]
+        return features, StoredTopK(ids, log_p, rest, ids[:, 0], sampled), row_of
     return features, _lazy_rows(states, head, sampled), row_of
-
-
-def _stored_top_k(tops: list[TopTokens], head: DraftedHead, sampled: Tensor) -> StoredTopK:
-    ids = torch.cat([top.ids for top in tops]).long()  # [r, k] target ids
-    ids = head.to_drafter[ids]
-    logits = torch.cat([top.logits for top in tops]).float()  # [r, k]
-    log_z = torch.cat([top.log_z for top in tops])  # [r]
-    log_p = logits - log_z.unsqueeze(1)
-    mass = log_p.exp().sum(-1).clamp(max=1 - 1e-6)  # [r] of the k tokens
-    rest = torch.log1p(-mass).exp()  # [r]
-    return StoredTopK(ids, log_p, rest, ids[:, 0], sampled)
 
 
 def _lazy_rows(states: list[RowStates], head: DraftedHead, sampled: Tensor) -> LazyRows:

@@ -204,8 +204,11 @@ class _Ghosts(TorchDispatchMode):
             return args[0].data_.item()
 
         floats = any(x.data_.is_meta for x in ghosts)
-        if not given:
-            floats = _makes_floats(func, kwargs.get("dtype"))
+        # A factory of floats makes no numbers; arange and full take theirs from the arguments.
+        if not given and kwargs.get("dtype") is None:
+            floats = func.overloadpacket not in (_aten.arange, _aten.full)
+        elif not given:
+            floats = kwargs["dtype"].is_floating_point
         plain = [_plain(x) for x in args]
         options = {}
         for name, x in kwargs.items():
@@ -589,13 +592,6 @@ def _tensors(values: Iterable[object]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += _tensors(value)
     return found
-
-
-def _makes_floats(func: OpOverload, dtype: torch.dtype | None) -> bool:
-    """Whether a factory makes floats without numbers; arange and full take theirs from the arguments."""
-    if dtype is None:
-        return func.overloadpacket not in (_aten.arange, _aten.full)
-    return dtype.is_floating_point
 
 
 def _without_masks(indices: Iterable[object]) -> list[object]:

@@ -33,12 +33,28 @@ def explained(args: TrainingArguments) -> Iterator[None]:
     except Exception as error:
         text = text_of(error)
         no_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not no_memory:
-            no_memory = any(sign in text for sign in _NO_MEMORY)
-        if no_memory:
-            raise UserError(_no_memory(args, text, _kept(args))) from error
+        if no_memory or any(sign in text for sign in _NO_MEMORY):
+            batch = args.per_device_train_batch_size
+            steps = args.gradient_accumulation_steps
+            smaller = "max_length or drafter.ttt_steps lower"
+            if batch > 1:
+                smaller = (
+                    f"per_device_train_batch_size={batch // 2} gradient_accumulation_steps={2 * steps} (now {batch} and "
+                    f"{steps}; the same training in half the memory)"
+                )
+            raise UserError(
+                f"out of memory on {args.device} ({text[:120]}); set {smaller}, or max_length or cache_gb lower; "
+                f"{_kept(args)}"
+            ) from error
         if is_disk_full(error):
-            raise UserError(_no_space(args, _kept(args))) from error
+            place = str(args.output_dir)
+            free = 0
+            if os.path.isdir(place):
+                free = shutil.disk_usage(place).free
+            raise UserError(
+                f"output_dir={place!r}: no space left on the device while saving ({free / 1e6:.0f} MB free); free some "
+                f"space, or set save_total_limit lower ({args.save_total_limit}); {_kept(args)}"
+            ) from error
         raise
 
 
@@ -47,26 +63,3 @@ def _kept(args: TrainingArguments) -> str:
     if last := newest_checkpoint(args):
         return f"{last} is kept, the same command continues from there"
     return "no checkpoint was written before"
-
-
-def _no_memory(args: TrainingArguments, text: str, kept: str) -> str:
-    batch = args.per_device_train_batch_size
-    steps = args.gradient_accumulation_steps
-    smaller = "max_length or drafter.ttt_steps lower"
-    if batch > 1:
-        smaller = (
-            f"per_device_train_batch_size={batch // 2} gradient_accumulation_steps={2 * steps} (now {batch} and "
-            f"{steps}; the same training in half the memory)"
-        )
-    return f"out of memory on {args.device} ({text[:120]}); set {smaller}, or max_length or cache_gb lower; {kept}"
-
-
-def _no_space(args: TrainingArguments, kept: str) -> str:
-    place = str(args.output_dir)
-    free = 0
-    if os.path.isdir(place):
-        free = shutil.disk_usage(place).free
-    return (
-        f"output_dir={place!r}: no space left on the device while saving ({free / 1e6:.0f} MB free); free some space, "
-        f"or set save_total_limit lower ({args.save_total_limit}); {kept}"
-    )

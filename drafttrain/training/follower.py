@@ -26,7 +26,7 @@ from drafttrain.data.loader import cut_row, similar_rows
 from drafttrain.drafters.base import Drafter
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.engine_trees import engine_chain
-from drafttrain.drafters.registry import prepare
+from drafttrain.drafters.registry import keep_decoding, prepare
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter
 from drafttrain.errors import UserError
 from drafttrain.evaluation.held_out import judged_rows
@@ -155,7 +155,7 @@ class Follower:
             torch.manual_seed(chance.getrandbits(32))
             self.head.bind(target)  # the target may be another object than before
             rows = self._rows(rollouts, target)
-            batches = similar_rows(rows, lambda row: row["length"], self.step_tokens)
+            batches = similar_rows(rows, self.step_tokens)
             # Passes over all batches, cut to the steps; with more batches than steps, a sample.
             order: list[list[Json]] = []
             while len(order) < self.steps:
@@ -263,6 +263,7 @@ class Follower:
         """Writes the drafter for `drafttrain swap`, with what a new `Follower` needs to go on."""
         place = Path(folder).expanduser()
         self.head.save_pretrained(place)
+        keep_decoding(self.drafter, place)
         kept = {
             "taken": self.taken,
             "warm": self.training.warm,

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ def max_over_ranks(value: float, device: torch.device) -> float:
     return shared.item()
 
 
+@dataclass
 class TimeBudget:
     """Ends training after a number of minutes, or earlier by max_steps.
 
@@ -37,9 +39,8 @@ class TimeBudget:
 
     clock = staticmethod(time.perf_counter)  # seconds; tests replace it
 
-    def __init__(self, minutes: float, used: float = 0.0):
-        self.minutes = minutes
-        self.used = used
+    minutes: float
+    used: float = 0.0
 
     @staticmethod
     def after(minutes: float, state: TrainerState) -> TimeBudget:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ Figures = dict[str, float]
 _LONG_STEP = 0.1  # of a time budget
 
 
+@dataclass
 class Logs:
     """Collects the figures of steps, and hands them to `state.log_history` and every reporter.
 
@@ -38,32 +40,25 @@ class Logs:
         tokens: read by this process, not in `state` yet.
     """
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        accelerator: Accelerator,
-        step: TrainingStep,
-        parameters: int,
-        budget: TimeBudget | None,
-    ):
-        self.args = args
-        self.state = state
-        self.accelerator = accelerator
-        self.step = step
+    args: TrainingArguments
+    state: TrainerState
+    accelerator: Accelerator
+    step: TrainingStep
+    parameters: int
+    budget: TimeBudget | None
+
+    def __post_init__(self) -> None:
         self.reporters: list[TrainerCallback] = []
-        for made in get_reporting_integration_callbacks(args.report_to):
+        for made in get_reporting_integration_callbacks(self.args.report_to):
             self.reporters.append(made())
-        self.budget = budget
         # of the step before this one; none yet
         self.progress: float | None = None
         self.rate: float | None = None
         self.rate_held = False  # the rate rose or stayed in an earlier step
-        self.begun = self.written = state.global_step
-        self.parameters = parameters
+        self.begun = self.written = self.state.global_step
         self.tokens = 0
         self.seconds = 0.0
-        self.loss = torch.tensor(0.0, device=args.device)  # sum since the last training log
+        self.loss = torch.tensor(0.0, device=self.args.device)  # sum since the last training log
         self.losses = 0.0  # sum until then
         # what had been waited for states until the last training log
         self.waited = 0.0

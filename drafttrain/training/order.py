@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator, skip_first_batches
@@ -23,6 +24,7 @@ from drafttrain.states.ahead import MOST_STEPS, Inputs, ahead
 from drafttrain.states.source import BatchSource
 
 
+@dataclass(eq=False)
 class ByLength(Sampler[int]):
     """Shuffles rows such that those of one optimizer step have similar lengths.
 
@@ -37,20 +39,12 @@ class ByLength(Sampler[int]):
         seed: of the order. epoch: returns the epoch's number; called when an epoch begins.
     """
 
+    lengths: Sequence[int]
+    rows: int
+    seed: int
+    epoch: Callable[[], int]
     # Steps that are sorted together: more mean less padding and less shuffling.
     _SORTED = 50
-
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        rows: int,
-        seed: int,
-        epoch: Callable[[], int],
-    ):
-        self.lengths = lengths
-        self.rows = rows
-        self.seed = seed
-        self.epoch = epoch
 
     def __len__(self) -> int:
         count = len(self.lengths)
@@ -76,6 +70,12 @@ class ByLength(Sampler[int]):
         places.remove(longest)
         for at in [longest, *places]:
             yield from steps[at]
+
+
+def _seed(args: TrainingArguments) -> int:
+    """The seed of the rows' order."""
+    seed: int = value_of(vars(args), "data_seed", args.seed)
+    return seed
 
 
 def _loader(
@@ -161,7 +161,7 @@ class TrainingOrder:
         order = ByLength(
             lengths=list(self.rows["length"]),
             rows=args.train_batch_size * self.accumulated * groups,
-            seed=value_of(vars(args), "data_seed", args.seed),
+            seed=_seed(args),
             epoch=lambda: self.epoch,
         )
         if sequence is None:
@@ -225,11 +225,10 @@ def held_out_loader(
     if sequence is not None:
         order = SharedBatches(order, args.eval_batch_size, args.world_size, sequence.size)
     elif args.train_sampling_strategy == "group_by_length":
-        seed = value_of(vars(args), "data_seed", args.seed)
         order = LengthGroupedSampler(
             args.eval_batch_size,
             lengths=list(rows["length"]),
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator().manual_seed(_seed(args)),
         )
     return _loader(rows, order, args.eval_batch_size, args, accelerator)
 

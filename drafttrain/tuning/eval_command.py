@@ -15,7 +15,7 @@ from drafttrain.evaluation.baselines import parse_baselines
 from drafttrain.evaluation.diagnose import other_template_kwargs, print_findings
 from drafttrain.evaluation.metrics import partial_file, training_record
 from drafttrain.evaluation.runner import EvalSettings, TreeSearch, evaluate
-from drafttrain.evaluation.suites import load_suite, take_evenly
+from drafttrain.evaluation.suites import load_suite
 from drafttrain.files import Json
 from drafttrain.flags import load_target, sampling_of
 from drafttrain.folders import beside, inputs_of, output_file
@@ -50,7 +50,6 @@ def run(
     found = other_template_kwargs(args.chat_template_kwargs, training_record(args.drafter))
     if found:
         print_findings([found])
-    take_evenly(suite.questions, args.limit)  # checks the limit before the models load
 
     if target is None:
         target = load_target(args)

@@ -96,6 +96,13 @@ def test_a_schedule_that_no_recipe_follows_is_refused(tmp_path, capsys, drafter,
     assert "without --format, --output and --schedule" in capsys.readouterr().err
 
 
+def test_a_schedule_beyond_the_heads_is_refused(tmp_path, capsys):
+    path = write_sweep(tmp_path / "summary.json", [(1, "chain:9", 2.0)])
+    words = ["--drafter", str(FIXTURES / "drafters" / "medusa"), "--output", str(tmp_path / "out")]
+    assert main(["export", *words, "--format", "vllm", "--schedule", str(path)]) == 2
+    assert "schedule=9: this drafter reaches" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("form", ["vllm", "sglang"])
 def test_an_export_prints_the_schedule(tmp_path, capsys, form):
     words = ["--drafter", str(FIXTURES / "drafters" / "eagle3"), "--output", str(tmp_path / "out")]

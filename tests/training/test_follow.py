@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +12,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 from drafttrain import Follower, follow
 from drafttrain.drafters.draft_model.model import language_models
-from drafttrain.drafters.registry import load_trained
+from drafttrain.drafters.registry import default_tree, load_trained
 from drafttrain.drafters.shipping import find_drafter
 from drafttrain.errors import UserError
 from drafttrain.export.export_drafter import export
@@ -183,6 +184,14 @@ def test_as_many_medusa_heads_are_sent_as_its_export_has(tmp_path, heads, tuned,
     follower = Follower(str(tmp_path), moved(), make_tokenizer())
     found = {name.split(".")[1] for name in follower.tensors() if name.startswith("blocks.")}
     assert len(found) == sent
+
+
+def test_a_saved_follower_has_the_tuned_tree(head_folder, tmp_path):
+    tuned = tmp_path / "tuned"
+    shutil.copytree(head_folder, tuned)
+    dump_json(tuned / "decoding.json", {"tree": "chain:2"})
+    saved = Follower(str(tuned), moved(), make_tokenizer()).save(tmp_path / "saved")
+    assert default_tree(str(saved)) == "chain:2"
 
 
 def test_a_saved_follower_goes_on_to_the_bit(head_folder, tmp_path):

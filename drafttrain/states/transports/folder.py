@@ -96,40 +96,38 @@ def take_states(path: Path, seconds: float) -> dict[str, Tensor]:
         BadReply: no complete file; it may be torn because its writer was killed.
     """
     lock = path.with_name(f"{path.name}.lock")
+    began = time.monotonic()
+    pause = 0.001
+    unlocked: float | None = None  # since when the writer is done
     try:
-        return _read_unlocked(path, lock, seconds)
+        while True:
+            if not _is_locked(lock):
+                try:
+                    found = safetensors.torch.load(_read_regular(path))
+                    if {"hidden_states", "token_ids"} <= found.keys() and found[
+                        "hidden_states"
+                    ].ndim:
+                        return found
+                    problem = f"holds {one_line(', '.join(found))}"
+                    reason = "torn file"
+                except FileNotFoundError:
+                    problem = "was announced and is not there"
+                    reason = "no file"
+                except (OSError, SafetensorError, ValueError) as error:
+                    problem = f"cannot be read ({error})"
+                    reason = "torn file"
+                if unlocked is None:
+                    unlocked = time.monotonic()
+                if time.monotonic() - unlocked > _SETTLE:
+                    raise BadReply(reason, redact(f"{path} {problem}"), retry=True)
+            elif time.monotonic() - began > seconds:
+                raise BadReply(TIME_OUT, f"{path} is still being written after {seconds:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
     finally:
         for file in (path, lock):
             with suppress(OSError):
                 file.unlink()
-
-
-def _read_unlocked(path: Path, lock: Path, seconds: float) -> dict[str, Tensor]:
-    began = time.monotonic()
-    pause = 0.001
-    unlocked: float | None = None  # since when the writer is done
-    while True:
-        if not _is_locked(lock):
-            try:
-                found = safetensors.torch.load(_read_regular(path))
-                if {"hidden_states", "token_ids"} <= found.keys() and found["hidden_states"].ndim:
-                    return found
-                problem = f"holds {one_line(', '.join(found))}"
-                reason = "torn file"
-            except FileNotFoundError:
-                problem = "was announced and is not there"
-                reason = "no file"
-            except (OSError, SafetensorError, ValueError) as error:
-                problem = f"cannot be read ({error})"
-                reason = "torn file"
-            if unlocked is None:
-                unlocked = time.monotonic()
-            if time.monotonic() - unlocked > _SETTLE:
-                raise BadReply(reason, redact(f"{path} {problem}"), retry=True)
-        elif time.monotonic() - began > seconds:
-            raise BadReply(TIME_OUT, f"{path} is still being written after {seconds:g} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
 
 
 def _read_regular(path: Path) -> bytes:
