@@ -358,13 +358,6 @@ def test_a_drafter_with_results_is_prepared_for_the_hub(home, target):
     check_decoded(target, entry, "published")
 
 
-@pytest.mark.parametrize("name", ["tune", "server"])
-def test_the_files_that_nothing_reads_back_are_still_json(name):
-    assert {"drafttrain", "versions", "device", "command"} <= read(
-        FIXTURES / "results" / f"{name}.json"
-    ).keys()
-
-
 # -- exports ----------------------------------------------------------------------------------------------------------
 
 
