@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import drafttrain
-from drafttrain import Target, evaluate, generate, load_drafter, stream
+from drafttrain import Target, generate, load_drafter, stream
 from drafttrain.errors import UserError
 from drafttrain.inference.sequence import TextStream
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.helpers import make_drafter
-from tests.files import load_json
 from tests.inference.fakes import hf_greedy
 
 TEXT = "hello there"
@@ -217,30 +216,6 @@ def test_importing_the_package_loads_no_library():
         [sys.executable, "-c", "import sys, drafttrain; assert 'torch' not in sys.modules"],
         check=True,
     )
-
-
-def test_evaluate_gives_the_results_of_the_command(target_dir, tmp_path):
-    (tmp_path / "suite.jsonl").write_text(
-        '{"question_id": "a", "category": "chat", "turns": ["Hello there"]}\n'
-    )
-    options = {
-        "suite": str(tmp_path / "suite.jsonl"),
-        "dtype": "float32",
-        "max_new_tokens": 8,
-        "tree": "chain:2",
-    }
-    results = evaluate(str(target_dir), "ngram", tmp_path / "r.json", baselines="none", **options)
-    assert results["command"][:3] == ["drafttrain", "eval", f"--target={target_dir}"]
-    assert "--drafter=ngram" in results["command"]
-    assert results["kind"] == "ngram" and results["overall"]["prompts"] == 1
-    assert results == load_json(tmp_path / "r.json")
-    with pytest.raises(
-        UserError,
-        match="evaluate: colour= is no option of it; there are target, drafter, output, tokenizer",
-    ):
-        evaluate(str(target_dir), "ngram", tmp_path / "r.json", colour="red")
-    with pytest.raises(UserError, match="evaluate: limit='few' must be a whole number from 1"):
-        evaluate(str(target_dir), "ngram", tmp_path / "r.json", limit="few")
 
 
 def test_the_names_of_the_package():

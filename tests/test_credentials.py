@@ -83,26 +83,6 @@ def test_a_server_that_is_not_there(command, tmp_path, capsys, monkeypatch):
     assert "***@127.0.0.1:9" in check_nothing_leaks(tmp_path, capsys)
 
 
-@pytest.mark.thorough
-def test_generate_from_a_server_that_is_not_there(tmp_path, capsys, target_dir):
-    (tmp_path / "prompts.jsonl").write_text(
-        '{"id": "a", "messages": [{"role": "user", "content": "Hello"}]}\n'
-    )
-    words = [
-        "generate",
-        "--target",
-        str(target_dir),
-        "--prompts",
-        "prompts.jsonl",
-        "--output",
-        "data",
-        "--backend",
-        "openai",
-    ]
-    main([*words, "--url", f"http://me:{PASSWORD}@127.0.0.1:9/v1"])
-    check_nothing_leaks(tmp_path, capsys)
-
-
 def test_a_token_in_a_recipe_goes_to_the_client_and_nowhere_else(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     (tmp_path / "recipe.yaml").write_text("target: t\ndata: d\noutput_dir: out\nkind: eagle3\n")

@@ -162,24 +162,6 @@ def test_openai_with_two_servers_and_errors_first(target_dir, prompts, tmp_path,
     assert len({body["seed"] for _, body in asked}) == 10, "a seed per response, kept over retries"
 
 
-@pytest.mark.thorough
-def test_openai_goes_on_after_a_server_died(target_dir, prompts, tmp_path, capsys, tokenizer):
-    options = ["--backend", "openai", "--model", "m"]
-    with Server([500] * 1000) as server:
-        options += ["--url", server.url]
-        assert generate(target_dir, prompts, tmp_path / "out", *options) == 2
-        error = capsys.readouterr().err
-        assert (
-            'no conversation has got an answer (HTTP 500 6; the last reply: HTTP 500: {"error": "no"})'
-            in error
-        )
-        assert "run the same command again" in error
-        assert len(server.requests) == 6 * 6, "six tries each"
-        server.failures.clear()
-        assert generate(target_dir, prompts, tmp_path / "out", *options) == 0
-    check_rows(tokenizer, {row["id"]: row for row in load_records(tmp_path / "out")})
-
-
 def test_unreachable_server(target_dir, prompts, tmp_path, capsys):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -2,16 +2,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 
 from drafttrain.data import conversation
-from drafttrain.data.chat import text_ids, turn_glue
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.store import FeatureStore, Share, Store, load_records, read_meta
 from drafttrain.files import write_jsonl
@@ -197,34 +193,6 @@ def test_processes_share_the_work(chatty_dir, prompts, tmp_path, monkeypatch):
     check_shares(tmp_path / "out")
 
 
-@pytest.mark.slow
-def test_processes_share_the_work_at_the_same_time(chatty_dir, prompts, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "drafttrain.cli",
-        "generate",
-        "--target",
-        str(chatty_dir),
-        "--slots",
-        "4",
-    ]
-    command += [
-        "--prompts",
-        str(prompts),
-        "--output",
-        str(tmp_path / "out"),
-        "--max-new-tokens",
-        "8",
-    ]
-    running = [
-        subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"})
-        for rank in range(2)
-    ]
-    assert [process.wait() for process in running] == [0, 0]
-    check_shares(tmp_path / "out")
-
-
 @pytest.mark.thorough
 def test_another_world_size_goes_on(chatty_dir, prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
@@ -399,56 +367,6 @@ def test_other_settings_missing_prompts_and_overwrite(
 
 
 # -- rendering ----------------------------------------------------------------------------------------------------
-
-
-def test_glue_continues_exactly_what_the_template_renders(target):
-    renderer = ChatRenderer(target)
-    turns = [
-        [{"role": "user", "content": "one"}],
-        [{"role": "user", "content": "two"}],
-        [{"role": "user", "content": "x"}],
-    ]
-    conversation = Conversation("a", "", turns)
-    conversation.open(renderer)
-    messages = []
-    for turn, reply in zip(turns, ["first", "second", "third"], strict=True):
-        messages += [*turn, {"role": "assistant", "content": reply}]
-        conversation.accept([*text_ids(target.tokenizer, reply), 257], "stop")
-        more = conversation.next_turn(renderer, 1000)
-        assert (more is None) == (reply == "third")
-    rendered = text_ids(
-        target.tokenizer, target.tokenizer.apply_chat_template(messages, tokenize=False)
-    )
-    assert rendered[: len(conversation.tokens)] == conversation.tokens
-
-
-def test_conversation_ends_where_the_template_rewrites_history(target):
-    """Templates that cut earlier replies, or close turns with another token, allow no second turn."""
-    turns = [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]
-    assert turn_glue(target.tokenizer, turns, 257) is not None
-    assert turn_glue(target.tokenizer, turns, 5) is None
-    target.tokenizer.chat_template = target.tokenizer.chat_template.replace(
-        "message['content']", "(message['content'] if loop.last else '')"
-    )
-    assert turn_glue(target.tokenizer, turns, 257) is None
-
-
-def test_conversation_ends_where_the_template_drops_an_answers_reasoning(target):
-    turns = [[{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]]
-    dropping = target.tokenizer.chat_template.replace(
-        "message['content']", "message['content'].split('</think>')[-1]"
-    )
-    for template, goes in ((target.tokenizer.chat_template, True), (dropping, False)):
-        target.tokenizer.chat_template = template
-        for answer, stays in (
-            ("plain", True),
-            (" padded \n", True),
-            ("<think>\nwhy\n</think>\n\nso", goes),
-        ):
-            it = Conversation("a", "", turns)
-            it.open(renderer := ChatRenderer(target))
-            it.accept([*text_ids(target.tokenizer, answer), 257], "stop")
-            assert (it.next_turn(renderer, 1000) is not None) == stays, (answer, goes)
 
 
 def test_truncated_or_full_conversations_end(target):

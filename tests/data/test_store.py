@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import errno
 import json
 import os
-import signal
-from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +14,6 @@ from drafttrain.data.store import (
     FeatureStore,
     ShardWriter,
     Store,
-    check_space,
     load_records,
     read_meta,
 )
@@ -100,18 +96,6 @@ def test_torn_line_of_another_process_is_left_alone(tmp_path):
     assert part.read_bytes().endswith(b"half")
 
 
-def test_killed_process_leaves_whole_lines(tmp_path):
-    child = os.fork()
-    if child == 0:
-        store = Store(tmp_path, META)
-        for i in range(50):
-            store.append(record(str(i)))
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    with Store(tmp_path, META) as store:  # its lock is gone with it
-        assert store.done_ids() == {str(i) for i in range(50)}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -132,23 +116,6 @@ def test_other_settings_are_refused(tmp_path, change, message):
         Store(tmp_path, {**META, **change})
     with Store(tmp_path, {**META, **change}, overwrite=True) as store:
         assert store.done_ids() == set()
-
-
-def test_foreign_folder_and_running_writer(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(
-        UserError, match=r"holds other files \(thesis.tex\); choose an empty folder"
-    ):
-        Store(tmp_path, META, overwrite=True)
-    assert (tmp_path / "thesis.tex").exists()
-    with (
-        Store(tmp_path / "d", META),
-        pytest.raises(UserError, match="is being written by another process"),
-    ):
-        Store(tmp_path / "d", META)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot be written"):
-        Store(tmp_path / "file", META)
 
 
 def test_unreadable_data(tmp_path):
@@ -210,33 +177,6 @@ def test_a_damaged_end_is_an_error(tmp_path, end):
         UserError, match=r"part-0000.jsonl line 2: .*; delete that line to redo its conversation"
     ):
         Store(tmp_path, META).done_ids()
-
-
-def test_full_disk_keeps_whole_lines(tmp_path, monkeypatch):
-    store = Store(tmp_path, META)
-    store.append(record("a"))
-    write_bytes = os.write
-
-    def short_write(file, data):
-        return write_bytes(file, data[:10])
-
-    monkeypatch.setattr(store_module.os, "write", short_write)
-    with pytest.raises(
-        UserError, match=r"no space left.*1 conversations of this run are kept.*same command again"
-    ):
-        store.append(record("b"))
-    monkeypatch.undo()
-    store.append(record("b"))
-    store.finish()
-    assert list(load_records(tmp_path)["id"]) == ["a", "b"]
-
-
-def test_space_is_checked_before(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(store_module.shutil, "disk_usage", lambda _: usage(0, 0, 3e9))
-    check_space(tmp_path, 2.9e9)
-    with pytest.raises(UserError, match=r"features need about 35.0 GB, 3.0 GB are free"):
-        check_space(tmp_path, 35e9)
 
 
 # -- features -----------------------------------------------------------------------------------------------------
@@ -315,20 +255,6 @@ def test_a_store_whose_shards_were_deleted_is_a_store(tmp_path):
         shard.unlink()
     empty = FeatureStore.open(tmp_path, (1, 2))
     assert empty and empty.count == 0 and empty.get("a") is None
-
-
-def test_full_disk_while_writing_a_shard(tmp_path, monkeypatch):
-    store = Store(tmp_path, META)
-    store.add([record("a")], [states(0)])
-
-    def full(tensors, path):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(store_module, "save_file", full)
-    with pytest.raises(UserError, match=r"no space left.*0 conversations of this run are kept"):
-        store.flush()
-    assert store.done_ids() == set()
-    assert not list((tmp_path / "features").iterdir())
 
 
 def test_int8_rows_are_half_of_bfloat16_and_a_loud_layer_leaves_the_others_alone():

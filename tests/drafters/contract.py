@@ -166,6 +166,7 @@ def compare_depths(
     session: Session,
     root: int,
     metrics_of: Callable[[list[int]], dict[str, torch.Tensor]],
+    tree: str = "fanout:2x1x1@sample",
 ) -> None:
     """Compares a session's tree with training steps on its paths.
 
@@ -173,14 +174,16 @@ def compare_depths(
         decoder: the session's drafter. session: behind a prompt, whose last committed token is `root`.
         metrics_of: a step's metrics on the prompt with an answer.
     """
-    spec = TreeSpec.parse("fanout:2x1x1@sample")
+    spec = TreeSpec.parse(tree)
     sampler = Sampler(SamplingParams(temperature=1.0), torch.Generator().manual_seed(1))
-    tree = session.propose(spec, sampler)
-    check_tree(tree, spec)
-    assert tree.proposal is not None and tree.drafted_depth >= 1
+    drafted = session.propose(spec, sampler)
+    check_tree(drafted, spec)
+    assert drafted.drafted_depth >= 1
     paths: list[list[int]] = []
     compared = set()
-    for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens.tolist(), strict=True)):
+    for node, (parent, token) in enumerate(
+        zip(drafted.parents, drafted.tokens.tolist(), strict=True)
+    ):
         paths.append([*(paths[parent] if parent >= 0 else []), token])
         depth = len(paths[-1])
         # A path ends in one more token, which nothing but the mask needs; the anchor is the prompt's last position.
@@ -189,7 +192,12 @@ def compare_depths(
             continue  # drafted deeper than trained
         assert metrics["count"][depth - 1] == 1
         drafter_id = (decoder.kept_ids == token).nonzero().item()
-        drawn = tree.proposal.probs[tree.proposal.rows[node], drafter_id]
-        torch.testing.assert_close(metrics["loss"][depth - 1], -drawn.log(), rtol=2e-3, atol=2e-3)
+        if drafted.proposal is not None:
+            log_q = drafted.proposal.probs[drafted.proposal.rows[node], drafter_id].log()
+        elif parent < 0:
+            log_q = drafted.log_probs[node]
+        else:
+            log_q = drafted.log_probs[node] - drafted.log_probs[parent]
+        torch.testing.assert_close(metrics["loss"][depth - 1], -log_q, rtol=2e-3, atol=2e-3)
         compared.add(depth)
-    assert compared == set(range(1, 1 + min(tree.drafted_depth, len(metrics["loss"]))))
+    assert compared == set(range(1, 1 + min(drafted.drafted_depth, len(metrics["loss"]))))

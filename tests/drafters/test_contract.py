@@ -44,7 +44,6 @@ from tests.drafters.contract import (
 )
 from tests.files import ROOT
 from tests.inference.turns import OPENING, talk
-from tests.ops.transformers_sampling import p_value
 
 RECIPES = ROOT / "configs" / "smollm2-135m"
 TREES = (
@@ -162,42 +161,6 @@ def test_drawn_tokens_follow_the_q_that_is_reported(kind, decoding):
             expected += float(q)
             variance += float(q * (1 - q))
     assert variance > 0.01 and abs(hits - expected) <= 4 * variance**0.5 + 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", TRAINED)
-def test_the_first_tokens_follow_all_of_q(kind, decoding):
-    """Chi-square of 20,000 draws over the whole vocabulary, where q is neither peaked nor flat.
-
-    The same draws show that drafts of two thirds of the temperature of q would be noticed.
-    """
-    drafter = decoding(kind)
-    session = session_at(drafter, list(PROMPTS[0]), answers()[0][0])
-    spec = TreeSpec.parse("chain:1@sample")
-    random = torch.Generator().manual_seed(3)
-
-    def drafts(temperature, trees):
-        sampler = Sampler(SamplingParams(temperature), random)
-        return drafter.propose_all([session] * trees, [spec] * trees, [sampler] * trees)
-
-    def q_at(temperature):
-        """[v] float64, the same for every tree."""
-        (tree,) = drafts(temperature, 1)
-        q = torch.zeros(the_target().vocab_size, dtype=torch.double)
-        q[drafter.kept_ids] = tree.proposal.probs[0].double()
-        return q / q.sum()
-
-    temperature = 0.125
-    while q_at(temperature).max() > 0.3:
-        temperature *= 1.5
-    q = q_at(temperature)
-    seen = torch.zeros(len(q), dtype=torch.long)
-    for _ in range(10):
-        tokens = torch.tensor([int(tree.tokens) for tree in drafts(temperature, 2000)])
-        seen += torch.bincount(tokens, minlength=len(q))
-    assert p_value(seen, q) > 1e-4
-    wrong = q**1.5
-    assert p_value(seen, wrong / wrong.sum()) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)

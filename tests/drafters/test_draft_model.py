@@ -32,10 +32,7 @@ from tests.drafters.helpers import (
     random_path,
     run_step,
     session_after,
-    step_inputs,
 )
-from tests.drafters.layer_kinds import check_padding
-from tests.drafters.overfitting import overfit
 from tests.files import load_json
 from tests.inference.fakes import FAMILIES, VOCAB, family
 
@@ -73,16 +70,6 @@ def test_every_trained_parameter_gets_a_finite_gradient(target, name):
     assert not any(p.requires_grad for p in target.model.parameters())
 
 
-@pytest.mark.thorough
-def test_adapters_overfit_a_batch(target):
-    drafter = make_drafter(target, "lora").train()
-    batch = make_batch()
-    first = run_step(drafter, target, batch)
-    learned = lambda step: step.loss < 0.3 * first.loss  # noqa: E731
-    step = overfit(drafter, step_inputs(drafter, target, batch), learned, lr=2e-2, most=80)
-    assert learned(step), (first, step)
-
-
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_loss_is_the_divergence_of_the_models_own_logits(target, biased):
     """Straight from two transformers forwards: KL at response tokens whose successor is in the response."""
@@ -117,10 +104,6 @@ def test_the_loss_is_the_divergence_of_the_models_own_logits(target, biased):
         assert lm.lm_head.bias.grad.abs().sum() > 0
 
 
-def test_padding_changes_nothing(target):
-    check_padding(make_drafter(target), target)
-
-
 def test_pretraining_is_next_token_cross_entropy(target):
     drafter = make_drafter(target, "random", loss="next_token")
     batch = make_batch((17, 11))
@@ -138,21 +121,6 @@ def test_pretraining_is_next_token_cross_entropy(target):
         count += len(at)
     torch.testing.assert_close(step.loss, want / count, rtol=1e-5, atol=1e-5)
     assert all(p.grad.abs().sum() > 0 for p in drafter.parameters())
-
-
-def test_gradient_checkpointing_changes_no_gradient(target):
-    grads = []
-    for on in (False, True):
-        drafter = make_drafter(target).train()
-        if on:
-            drafter.gradient_checkpointing_enable()
-            assert any(
-                getattr(module, "gradient_checkpointing", False) for module in drafter.modules()
-            )
-        run_step(drafter, target, make_batch()).loss.backward()
-        grads.append([parameter.grad for parameter in drafter.parameters()])
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.thorough

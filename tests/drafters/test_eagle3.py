@@ -10,9 +10,7 @@ from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.eagle3.model import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.states.source import TargetSource
-from tests.conftest import make_target
 from tests.drafters.helpers import make_batch, make_drafter, step_inputs
-from tests.drafters.layer_kinds import check_padding, check_trees
 
 
 def test_anchors_are_nested_and_end_before_the_response_does():
@@ -40,23 +38,6 @@ def test_gradients_pass_through_all_depths(target):
     torch.testing.assert_close(
         (losses[0] - losses[1]) / 2e-2, weight.grad.norm(), rtol=1e-2, atol=0
     )
-
-
-def test_padding_changes_nothing(target):
-    check_padding(make_drafter(target), target)
-
-
-def test_trees(target):
-    check_trees(make_drafter(target, kept=torch.arange(40, 240)), target)
-
-
-def test_a_drafter_for_another_target_is_refused(target):
-    drafter = make_drafter(target)
-    other = make_target(layers=6)
-    with pytest.raises(
-        UserError, match=r"trained for target 'tiny' with num_layers=4.*has num_layers=6"
-    ):
-        drafter.bind(other)
 
 
 def test_untrained_drafter_starts_from_the_target(target):

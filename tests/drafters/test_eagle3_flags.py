@@ -23,7 +23,12 @@ from drafttrain.target import Target
 from tests.conftest import make_target, make_tokenizer
 from tests.drafters.eagle3_options import EVERYTHING, YARN
 from tests.drafters.helpers import make_batch, make_drafter, run_step
-from tests.drafters.layer_kinds import check_closed_form_start, check_packed_rows, check_parity
+from tests.drafters.layer_kinds import (
+    check_closed_form_start,
+    check_packed_rows,
+    check_parity,
+    make_kind,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -55,14 +60,7 @@ OPTIONS = [
 
 
 def shaken(target, **options):
-    """A drafter whose norms and biases are no longer ones and zeros, so that each of them matters."""
-    drafter = make_drafter(target, torch.arange(40, 240), ttt_steps=4, **options)
-    generator = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return drafter.eval()
+    return make_kind("eagle3", target, torch.arange(40, 240), shake=True, ttt_steps=4, **options)
 
 
 @pytest.mark.parametrize(

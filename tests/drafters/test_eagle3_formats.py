@@ -25,31 +25,19 @@ def target():
 
 
 @pytest.mark.parametrize("form", [SPECULATORS, FLAT])
-def test_a_changed_weight_or_key_is_noticed(target, tmp_path, form):
+def test_a_changed_key_is_noticed(target, tmp_path, form):
     head = make_head(target)
     write_eagle3(head, tmp_path, form, dtype=torch.float32)
-    file = tmp_path / "model.safetensors"
-    config = tmp_path / "config.json"
-    weights = load_file(file)
-    described = load_json(config)
+    described = load_json(tmp_path / "config.json")
     layer = described["transformer_layer_config"] if form == SPECULATORS else described
-    for change in (
-        {"rms_norm_eps": 0.1},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
-    ):
-        before = {key: layer[key] for key in change}
-        layer.update(change)
-        dump_json(config, described)
-        with pytest.raises(UserError, match="computes something else"):
-            prove(head, tmp_path / "ours", tmp_path)
-        layer.update(before)
-    save_file({**weights, "d2t": torch.zeros_like(weights["d2t"])}, file)
+    layer["rms_norm_eps"] = 0.1
+    dump_json(tmp_path / "config.json", described)
     with pytest.raises(UserError, match="computes something else"):
         prove(head, tmp_path / "ours", tmp_path)
 
 
-def test_names_and_keys_are_the_engines(target, tmp_path):
-    """What their loaders look for, written down once more, as they do."""
+def test_keys_are_the_engines(target, tmp_path):
+    """What their loaders look for, written down once more; tests/test_fixtures.py holds names and tensors."""
     head = make_head(target, feature_layers=(1, 3, 6))
     write_eagle3(head, tmp_path / "s", SPECULATORS, speculative_tokens=5, target_name="user/target")
     write_eagle3(head, tmp_path / "f", FLAT)
@@ -74,16 +62,6 @@ def test_names_and_keys_are_the_engines(target, tmp_path):
     assert flat["architectures"] == ["LlamaForCausalLMEagle3"]
     assert flat["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]  # vLLM takes them as they are
     assert flat["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]  # SGLang adds one
-    weights = load_file(tmp_path / "f" / "model.safetensors")
-    assert weights["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
-    assert weights["midlayer.mlp.down_proj.weight"].dtype == torch.bfloat16
-    assert weights["d2t"].dtype == torch.int64 and weights["t2d"].dtype == torch.bool
-    assert torch.equal(weights["t2d"].nonzero()[:, 0], head.kept_ids)
-    assert not {"embed_tokens.weight", "kept_ids"} & weights.keys()
-    assert "layers.0.self_attn.o_proj.weight" in load_file(tmp_path / "s" / "model.safetensors")
-    assert "d2t" not in load_file(
-        write_eagle3(make_head(target, draft_vocab_size=0), tmp_path / "w", FLAT)[1]
-    )
 
 
 def test_stored_rotary_frequencies_must_be_the_configs(target, tmp_path):

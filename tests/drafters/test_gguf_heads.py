@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from drafttrain.cli import main
 from drafttrain.drafters.gguf_heads import RELEASE
-from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import (
     GGUF_NAME,
     ExportRequest,
@@ -46,18 +45,8 @@ def targets(tmp_path_factory):
     return made
 
 
-def make_narrow(kind, target, shake, **options):
-    cls = kind_class(kind)
-    return cls(cls.config_class.for_target(target, **options))
-
-
 def trained(target, folder, kind, **options):
-    narrow = options.get("hidden_size") not in (
-        None,
-        target.hidden_size,
-    )  # nothing of the target fits such a drafter
-    make = make_narrow if narrow else make_kind
-    drafter = make(kind, target, **{"shake": True, "feature_layers": (1, 2, 3), **options})
+    drafter = make_kind(kind, target, **{"shake": True, "feature_layers": (1, 2, 3), **options})
     drafter.save_pretrained(folder)
     return drafter, find_drafter(str(folder))
 

@@ -8,12 +8,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.drafters.mtp.model import MTP
+from drafttrain.drafters.registry import load_drafter
 from drafttrain.drafters.shipping import ExportRequest, check_expressible, find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.target import Target, load_shell
 from drafttrain.target.own_layer import OwnLayer, causal
 from tests.drafters.helpers import check_gradients, make_batch, run_step
-from tests.drafters.layer_kinds import check_parity, check_round_trip, check_trees
+from tests.drafters.layer_kinds import check_parity
 from tests.drafters.native_families import FAMILIES, VOCAB, H, reference, write_checkpoint
 from tests.files import load_json
 
@@ -64,7 +65,6 @@ def test_both_halves_are_one_forward(name, tmp_path):
     write_checkpoint(name, tmp_path)
     target = Target.load(str(tmp_path), "float32", "cpu")
     check_parity(lambda: begin(target, ttt_steps=4).eval(), target)
-    check_trees(begin(target).eval(), target)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -121,7 +121,10 @@ def test_training_goes_on_decodes_and_is_saved(name, tmp_path):
         optimizer.step()
     assert run_step(drafter, target, make_batch()).loss < 0.8 * before.loss.detach()
     drafter.eval()
-    check_round_trip(drafter, target, tmp_path / "drafter")
+    drafter.save_pretrained(tmp_path / "drafter")
+    again = load_drafter(str(tmp_path / "drafter"), target)
+    losses = [run_step(each, target, make_batch()).loss for each in (drafter, again)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.thorough

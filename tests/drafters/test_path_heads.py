@@ -20,7 +20,7 @@ from tests.drafters.helpers import (
     run_step,
     source_of,
 )
-from tests.drafters.layer_kinds import check_packed_rows, check_parity, check_trees
+from tests.drafters.layer_kinds import check_packed_rows, check_parity
 from tests.training.runs import write_data, write_recipe
 
 # Every option of every kind, each away from its default at least once.
@@ -85,12 +85,6 @@ def _only(length, start, end):
 @every_kind
 def test_packed_rows_and_padding_change_nothing(target, kind):
     check_packed_rows(make_heads(target, kind), target)
-
-
-@every_kind
-def test_trees_hold_the_probabilities_of_their_paths(target, kind):
-    options = {} if kind == "mlp_speculator" else {"num_heads": 3}
-    check_trees(make_heads(target, kind, torch.arange(40, 240), **options), target)
 
 
 @every_kind

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from drafttrain.drafters.common.ngram_table import NgramTable
 from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.drafters.registry import decoding_settings, load_drafter
 from drafttrain.drafters.suffix import model as module
 from drafttrain.drafters.suffix.model import SuffixDrafter
@@ -37,27 +38,34 @@ def stored(tmp_path, documents, fingerprint=""):
     return str(tmp_path / "store.safetensors")
 
 
-def test_the_longest_occurrence_goes_first_and_then_the_most_recent():
-    assert propose([1, 2, 3, 4, 9, 3, 7, 1, 2, 3], "chain:2").tokens.tolist() == [4, 9]
-    assert propose([1, 2, 5, 1, 2, 6, 8, 1, 2], "chain:2").tokens.tolist() == [6, 8]
-    # Six tokens agree before the first 7, and five, as many as the index looks up, before the second.
-    assert propose(
-        [9, 1, 2, 3, 4, 5, 7, 8, 1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5], "chain:1"
-    ).tokens.tolist() == [7]
+@pytest.mark.parametrize("drafter", [SuffixDrafter(min_p=0.0), NgramDrafter()], ids=repr)
+@pytest.mark.parametrize(
+    ("tokens", "spec", "drafted"),
+    [
+        # The longest occurrence goes first, and then the most recent one.
+        ([1, 2, 3, 4, 9, 3, 7, 1, 2, 3], "chain:2", [4, 9]),
+        ([1, 2, 5, 1, 2, 6, 8, 1, 2], "chain:2", [6, 8]),
+        # A match that reaches the end repeats.
+        ([7, 1, 2, 1, 2], "chain:5", [1, 2, 1, 2, 1]),
+        # Nothing was seen before, or nothing is asked for.
+        ([1, 2, 3, 4], "chain:3", []),
+        ([1, 1, 1], "none", []),
+    ],
+)
+def test_matches_of_a_text(drafter, tokens, spec, drafted):
+    tree = session_after(drafter, tokens).propose(TreeSpec.parse(spec))
+    assert tree.tokens.tolist() == drafted
 
 
-def test_a_match_that_reaches_the_end_repeats():
-    assert propose([7, 1, 2, 1, 2], "chain:5").tokens.tolist() == [1, 2, 1, 2, 1]
+def test_the_longest_occurrence_is_told_beyond_what_the_index_looks_up():
+    """Six tokens agree before the first 7, and five, as many as are looked up, before the second."""
+    text = [9, 1, 2, 3, 4, 5, 7, 8, 1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4, 5]
+    assert propose(text, "chain:1").tokens.tolist() == [7]
 
 
 def test_trees_branch_into_other_continuations():
     tree = propose([1, 2, 5, 6, 1, 2, 5, 7, 1, 2, 8, 8, 1, 2], "dynamic:2,4,6", min_n=2)
     assert {(8, 8), (5, 7), (5, 6)} <= paths(tree)
-
-
-def test_nothing_seen_before_drafts_nothing():
-    assert len(propose([1, 2, 3, 4], "chain:3")) == 0
-    assert len(propose([1, 1, 1], "none")) == 0
     assert len(propose([1, 2, 3, 2], "chain:3", min_n=2)) == 0
 
 
@@ -80,9 +88,10 @@ def test_a_copy_goes_on_behind_a_change():
 )
 def test_trees_are_well_formed_and_within_the_spec(tokens, begin, spec):
     spec = TreeSpec.parse(spec)
-    tree = propose(tokens[:begin], str(spec), tokens[begin:], memory=50)
-    check_tree(tree, spec)
-    assert all(score.exp() >= spec.stop for score in tree.log_probs)
+    for drafter in (SuffixDrafter(memory=50, min_p=0.0), NgramDrafter()):
+        tree = session_after(drafter, tokens[:begin], tokens[begin:]).propose(spec)
+        check_tree(tree, spec)
+        assert tree.log_probs is None or all(score.exp() >= spec.stop for score in tree.log_probs)
 
 
 def test_long_matches_draft_deep_and_short_ones_little():

@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -30,7 +29,7 @@ from drafttrain.drafters.shipping import find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.evaluation.diagnose import _vocabulary as diagnose_vocabulary
 from drafttrain.inference import SamplingParams, generate, generate_batch
-from drafttrain.ops.sampling import Sampler, probabilities
+from drafttrain.ops.sampling import Sampler
 from drafttrain.states.source import NoTarget, TargetSource
 from drafttrain.target import Target
 from tests.conftest import make_target, make_tokenizer
@@ -429,68 +428,6 @@ def test_greedy_decoding_is_lossless_alone_and_together(tokenizers, theirs, own,
             for each, spec in ((None, None), (drafter, TreeSpec.parse("chain:3@sample")))
         )
         assert plain.tokens == drafted.tokens
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("mode", "spec"),
-    [
-        ("tokens", "fanout:2x1@sample"),
-        pytest.param("text", "dynamic:2,2,4", marks=pytest.mark.slow),
-    ],
-)
-def test_sampled_tokens_follow_the_target(mode, spec):
-    """Joint frequencies of three tokens against exact probabilities. The drafter shares half of its tokens, and names EOS
-    otherwise, which the target often draws."""
-    count = 240
-    target = make_target(layers=1, hidden=16, initializer_range=0.15)
-    prompt = [65, 70, 75]
-    eos = target.tokenizer.eos_token_id
-    head = target.model.lm_head.weight.data
-    head[eos] = 0.95 * head[target.model(torch.tensor([prompt])).logits[0, -1].argmax()]
-    drafter = permuted(target, mode, eos="</s>")
-    with torch.no_grad():
-        for weight in drafter.lm.parameters():
-            weight.add_(
-                0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
-            )
-    drafter.pair.kept_ids, drafter.pair.own_ids = (
-        drafter.pair.kept_ids[1::2],
-        drafter.pair.own_ids[1::2],
-    )
-    drafter.kept_ids = drafter.pair.kept_ids
-    sampling = SamplingParams(temperature=1.3, top_k=2)
-    done = generate_batch(
-        target,
-        drafter,
-        [prompt] * count,
-        max_new_tokens=3,
-        spec=TreeSpec.parse(spec),
-        sampling=sampling,
-        eos_ids=(),
-        seed=5,
-        max_rows=100,
-    )
-    accepted = sum(sum(each.stats.accepted) for each in done)
-    assert count / 10 < accepted, accepted
-    expected: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        heads = list(expected)
-        logits = target.model(torch.tensor([[*prompt, *head] for head in heads])).logits[:, -1]
-        rows = probabilities(logits, sampling)
-        expected = {
-            (*head, token): expected[head] * float(row[token])
-            for head, row in zip(heads, rows, strict=True)
-            for token in row.nonzero().flatten().tolist()
-        }
-    seen = dict.fromkeys(expected, 0)
-    for each in done:
-        seen[tuple(each.tokens)] += 1
-    assert (
-        eos in drafter.kept_ids.tolist() and sum(eos in each.tokens for each in done) > count / 10
-    )
-    scale = count / sum(expected.values())
-    assert chisquare(list(seen.values()), [scale * p for p in expected.values()]).pvalue > 1e-3
 
 
 # -- choice, files, training ------------------------------------------------------------------------------------------

@@ -124,16 +124,6 @@ def test_eval(words, tmp_path):
         assert record["identical"] == {"autoregressive": True, "hf_generate": True}
 
 
-def test_eval_of_a_target_that_reads_text(
-    target_dir,
-    tmp_path,
-    capsys,
-):
-    words = ["--target", str(target_dir), "--drafter=ngram", "--suite=drawn"]
-    assert cli.main(["eval", *words, "--output", str(tmp_path / "r.json")]) == 2
-    assert "reads no images" in capsys.readouterr().err
-
-
 def test_chat(
     words,
     tmp_path,

@@ -16,7 +16,6 @@ from drafttrain.evaluation import runner, sides
 from drafttrain.evaluation.metrics import open_log, saved_records
 from drafttrain.evaluation.suites import Question, load_suite
 from drafttrain.files import write_jsonl
-from drafttrain.reports.report import identity_line
 from drafttrain.target import Target
 from drafttrain.tuning import eval_command
 from drafttrain.tuning import tune as tuning
@@ -188,18 +187,6 @@ def test_sampled_runs_compare_no_tokens(command, tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_a_repetition_penalty_is_the_same_for_every_side(command, tmp_path):
-    assert cli.main(command(**{"repetition-penalty": 1.5, "min-p": 0.1, "limit": 2})) == 0
-    results = read(tmp_path)
-    assert (results["decoding"]["repetition_penalty"], results["decoding"]["min_p"]) == (1.5, 0.1)
-    assert (
-        results["overall"]["identical_outputs"]
-        == results["overall"]["identical_to_hf_generate"]
-        == 1.0
-    )
-
-
-@pytest.mark.thorough
 def test_every_side_follows_the_targets_generation_config(command, target_dir, tmp_path):
     path = target_dir / "generation_config.json"
     path.write_text(
@@ -224,13 +211,6 @@ def test_none_drafts_nothing(command, tmp_path):
     assert results["overall"]["accepted_length"] == 1.0
     assert results["decoding"]["tree"]["spec"] == "none"
     assert results["overall"]["speedup"] == {}
-
-
-@pytest.mark.thorough
-def test_any_causal_language_model_drafts(command, target_dir, tmp_path):
-    assert cli.main(command(drafter=target_dir, limit=1)) == 0
-    results = load_json(tmp_path / "results.json")
-    assert results["kind"] == "draft_model" and results["overall"]["acceptance_rate"] == 1.0
 
 
 def test_ngrams_alone_are_measured_beside_a_trained_drafter(command, target_dir, tmp_path, capsys):
@@ -479,13 +459,6 @@ def test_bad_input_is_named(command, capsys, changes, message):
     assert message in error_of(capsys, command(**changes))
 
 
-def test_calibration_needs_a_usable_row(tmp_path, target):
-    path = tmp_path / "c.jsonl"
-    path.write_text('{"text": "only this"}\n{"other": 1}\n')
-    with pytest.raises(runner.UserError, match="has no usable row"):
-        tuning.calibration_prompts(target, str(path), {}, exclude={"only this"})
-
-
 def test_prompts_that_do_not_fit_are_found_first(suite):
     target = make_target(layers=1, max_position_embeddings=30)
     questions = load_suite(str(suite)).questions
@@ -508,18 +481,6 @@ def test_the_reference_model_is_untouched_and_in_the_dtype_asked_for(target_dir,
     assert model is not target.model
     (answer,) = side(sides.SideRequest([[1, 2, 3]], [5]))
     assert answer.figures["tokens"] <= 5
-
-
-def test_the_line_about_identity_says_what_the_dtype_means():
-    overall = {"prompts": 10, "identical_outputs": 0.9, "identical_to_hf_generate": 1.0}
-    results = {"overall": overall, "dtype": "bfloat16", "decoding": {"temperature": 0.0}}
-    assert "identical to plain decoding on 9 of 10 prompts" in identity_line(results)
-    assert "bfloat16 rounds by the number of rows" in identity_line(results)
-    assert "In float32 all should be" in identity_line({**results, "dtype": "float32"})
-    overall["identical_outputs"] = 1.0
-    assert identity_line(results).endswith("identical to transformers generate on 10 of 10 prompts")
-    overall["identical_outputs"] = overall["identical_to_hf_generate"] = None
-    assert "not compared" in identity_line(results)
 
 
 def test_texts_are_kept_where_outputs_differ(target):

@@ -21,6 +21,7 @@ from drafttrain.formats.weights import write_checkpoint
 from drafttrain.target import Target
 from tests.conftest import loaded_target, make_target, save_target
 from tests.drafters.block_kinds import BLOCK_KINDS, shaken
+from tests.drafters.eagle3_options import YARN
 from tests.drafters.helpers import make_heads
 from tests.drafters.layer_kinds import make_kind
 from tests.files import dump_json, load_json
@@ -46,11 +47,22 @@ CASES = [
     ("eagle3", "sglang", {}),
     ("eagle1", "vllm", {"num_hidden_layers": 2}),
     ("eagle1", "sglang", {}),
+    ("eagle1", "vllm", {"attention_bias": True, "rope_parameters": YARN}),
     ("peagle", "vllm", {"mask_token_id": 7}),
+    ("peagle", "vllm", {"num_hidden_layers": 2, "qk_norm": True, "norm_before_residual": True}),
     ("medusa", "vllm", {"blocks": 2, "shared_head": True}),
+    ("medusa", "vllm", {"num_heads": 3}),
     ("mlp_speculator", "vllm", {"tie_weights": True}),
+    ("mlp_speculator", "vllm", {"scale_input": False, "inner_dim": 24, "n_predict": 4}),
+    ("mlp_speculator", "vllm", {"tie_weights": True, "n_predict": 1}),
     ("mtp", "vllm", {"train_head": False}),
     ("dflash", "vllm", {}),
+    ("dflash", "vllm", {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": 6}),
+    (
+        "dflash",
+        "vllm",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     ("dflash", "sglang", {"mask_token_id": 290, "kept": torch.arange(300)}),
     ("dflash", "vllm", {"train_head": True, "mask_token_id": 290}),
     ("dflash", "speculators", {"mask_token_id": 290, "sliding_window": 12, "causal": True}),
@@ -139,6 +151,7 @@ def test_an_export_drafts_what_the_drafter_does(target, tmp_path, kind, form, op
             f"{name} has dtype torch.float32, must be torch.bfloat16",
         ),
         ({**weights, name: torch.cat((weights[name], weights[name]))}, "has shape"),
+        ({**weights, name: torch.randn_like(weights[name])}, "computes something else"),
         (
             {key: value for key, value in weights.items() if key != name},
             f"lacks weights: .*{name.split('.')[-2]}",

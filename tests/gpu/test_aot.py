@@ -30,7 +30,7 @@ def compiled(tmp_path, *words: str) -> list[dict]:
     return load_json(tmp_path / "rows.json")["rows"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_attention_compiles_for_an_h100_with_its_tensor_cores(tmp_path):
     (row,) = compiled(
         tmp_path, "--arch", "90", "--width", "64", "--kernel", "attend_parts", "--dtype", "bf16"

@@ -173,15 +173,14 @@ def family(name: str) -> tuple[Target, nn.Module]:
     return Target.wrap(model, None, name=name), reference
 
 
-def hf_greedy(
-    reference: nn.Module, prompt: list[int], count: int, use_cache: bool = True
-) -> list[int]:
+def hf_greedy(reference: nn.Module, prompt: list[int], count: int, **options) -> list[int]:
+    """What transformers' generate writes; options: of that call."""
     out = reference.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt)),
         max_new_tokens=count,
         do_sample=False,
-        use_cache=use_cache,
+        **options,
     )
     return out[0, len(prompt) :].tolist()
 

@@ -1,13 +1,11 @@
+"""One sequence: figures, rounds of a stream, and bad input; tests/inference/test_batch.py decodes any tree on any prompt."""
+
 from __future__ import annotations
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from drafttrain.drafters.ngram.model import NgramDrafter
 from drafttrain.errors import UserError
-from drafttrain.inference import SamplingParams, Stats, generate, stream
+from drafttrain.inference import Stats, generate, stream
 from tests.conftest import make_target
 from tests.inference.fakes import ANY, FakeDrafter, family
 
@@ -17,77 +15,6 @@ PROMPT = [5, 9, 11, 9, 11, 30, 2, 9, 11, 4, 44, 9]
 @pytest.fixture(scope="module")
 def llama():
     return family("llama")
-
-
-@pytest.mark.thorough
-@settings(max_examples=10, deadline=None)
-@given(
-    name=st.sampled_from(["llama", "gemma3"]),
-    seed=st.integers(0, 10_000),
-    agree=st.sampled_from([0.0, 0.5, 0.9]),
-    nodes=st.integers(0, 30),
-    prompt=st.lists(st.integers(0, 59), min_size=1, max_size=20),
-    count=st.integers(1, 25),
-)
-def test_any_tree_on_any_prompt_changes_nothing(name, seed, agree, nodes, prompt, count):
-    target, _ = family(name)
-    plain = generate(target, None, prompt, max_new_tokens=count, eos_ids=()).tokens
-    drafter = FakeDrafter(plain, agree, nodes, seed)
-    got = generate(target, drafter, prompt, max_new_tokens=count, spec=ANY, eos_ids=())
-    assert got.tokens == plain
-    hot = SamplingParams(1.3, 30, 0.95)
-    plain = generate(
-        target, None, prompt, max_new_tokens=count, sampling=hot, seed=seed, eos_ids=()
-    ).tokens
-    drafter = FakeDrafter(plain, agree, nodes, seed)
-    got = generate(
-        target, drafter, prompt, max_new_tokens=count, spec=ANY, sampling=hot, seed=seed, eos_ids=()
-    )
-    assert got.tokens == plain
-
-
-def test_drafters_get_the_features_of_committed_tokens(llama):
-    target, _ = llama
-    plain = generate(target, None, PROMPT, max_new_tokens=30, eos_ids=()).tokens
-    drafter = FakeDrafter(plain, 0.7, nodes=15, seed=5, feature_layers=(1, 3))
-    got = generate(target, drafter, PROMPT, max_new_tokens=30, spec=ANY, eos_ids=())
-    features = torch.cat(drafter.features)
-    count = features.shape[0]
-    sequence = PROMPT + got.tokens
-    assert drafter.tokens == sequence[: count + 1]
-    want = target.forward(torch.tensor([sequence[:count]]), (1, 3)).features[0]
-    torch.testing.assert_close(features, want, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_never_more_than_asked_for(llama, count):
-    target, _ = llama
-    plain = generate(target, None, PROMPT, max_new_tokens=20, eos_ids=()).tokens
-    got = generate(
-        target,
-        FakeDrafter(plain, 1.0, nodes=20),
-        PROMPT,
-        max_new_tokens=count,
-        spec=ANY,
-        eos_ids=(),
-    )
-    assert got.tokens == plain[:count]
-    assert not got.stats.ended
-
-
-@pytest.mark.thorough
-def test_eos_ends_wherever_it_comes(llama):
-    target, _ = llama
-    plain = generate(target, None, PROMPT, max_new_tokens=20, eos_ids=()).tokens
-    for place in range(12):
-        end = plain.index(plain[place])
-        for seed in range(2):
-            drafter = FakeDrafter(plain, 0.9, nodes=20, seed=seed)
-            got = generate(
-                target, drafter, PROMPT, max_new_tokens=20, spec=ANY, eos_ids=[plain[place]]
-            )
-            assert got.tokens == plain[: end + 1]
-            assert got.stats.ended
 
 
 def test_stats_add_up(llama):
@@ -126,13 +53,6 @@ def test_stream_yields_rounds(llama):
     assert [token for part in parts for token in part] == want
     assert [len(part) - 1 for part in parts[1:]] == stats.accepted
     assert len(parts[0]) == 1
-
-
-def test_packed_target_gives_the_same_tokens():
-    target = make_target(layers=2)
-    want = generate(target, None, PROMPT, max_new_tokens=24).tokens
-    target.pack()
-    assert generate(target, NgramDrafter(), PROMPT, max_new_tokens=24).tokens == want
 
 
 def test_bad_input_is_named():

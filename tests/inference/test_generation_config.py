@@ -9,7 +9,6 @@ import logging
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import drafttrain
@@ -295,108 +294,11 @@ def test_without_rules_nothing_is_processed(monkeypatch):
     assert made.tokens == hf({"eos_token_id": 3}, PROMPTS[0], 8)
 
 
-# -- sampling ---------------------------------------------------------------------------------------------------------
-
-SAMPLED = {
-    "reads_the_text": {
-        "repetition_penalty": 1.8,
-        "no_repeat_ngram_size": 2,
-        "min_new_tokens": 1,
-        "eos_token_id": [0],
-    },
-    "logits_alone": {"suppress_tokens": [2], "sequence_bias": [[[1], 1.5]]},
-}
-
-
-def small(settings) -> Target:
-    """Six tokens, so that a distribution of pairs can be counted."""
-    torch.manual_seed(1)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    model = LlamaForCausalLM(
-        LlamaConfig(**sizes, vocab_size=6, max_position_embeddings=64, eos_token_id=None)
-    )
-    sharpen(model, 4)
-    model.lm_head.weight.data *= 0.4
-    model.generation_config = GenerationConfig(**settings)
-    return Target.wrap(model.eval(), None, name="small")
-
-
-def pair_probabilities(target, settings, prompt):
-    """[v, v] exact, by transformers' processors at each prefix; zero after a token that ends the answer but for itself."""
-    config = GenerationConfig(**settings)
-    config._eos_token_tensor = (
-        torch.tensor(settings["eos_token_id"]) if "eos_token_id" in settings else None
-    )
-    processors = target.model._get_logits_processor(
-        config, input_ids_seq_length=len(prompt), encoder_input_ids=torch.tensor([prompt])
-    )
-
-    def p(text):
-        ids = torch.tensor([text])
-        return (
-            processors(ids, target.head(target.forward(ids, ()).last_hidden[:, -1]))[0]
-            .softmax(-1)
-            .double()
-        )
-
-    first = p(prompt)
-    return torch.stack([first[token] * p([*prompt, token]) for token in range(6)])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "spec"),
-    [
-        ("reads_the_text", "fanout:2x1@sample"),
-        ("reads_the_text", "responses"),
-        ("logits_alone", "fanout:2x1@sample"),
-        ("logits_alone", "none"),
-    ],
-)
-def test_sampled_tokens_follow_the_processed_distribution(name, spec):
-    settings = SAMPLED[name]
-    prompt = [4, 1, 4]
-    count = 600
-    target = small(settings)
-    ends = settings.get("eos_token_id", [])
-    want = pair_probabilities(target, settings, prompt) * count
-    want[ends] = 0  # a first token that ends the answer has no second one
-    if spec == "responses":
-        requests = [ResponseRequest(str(i), prompt, 3, ends) for i in range(count)]
-        made = [
-            done.tokens
-            for done in ResponseEngine(target, 100, 16).run(requests, SamplingParams(1.0))
-        ]
-    else:
-        tree = TreeSpec.parse(spec)
-        drafter = None if spec == "none" else make_kind("eagle3", target).eval()
-        options = {"sampling": SamplingParams(1.0), "eos_ids": ends, "max_rows": 100}
-        every = generate_batch(
-            target, drafter, [prompt] * count, max_new_tokens=3, spec=tree, **options
-        )
-        assert drafter is None or sum(each.stats.accepted_length > 1 for each in every) > count / 20
-        made = [each.tokens for each in every]
-    seen = torch.zeros(6, 6, dtype=torch.float64)
-    for first, second, *_ in (tokens for tokens in made if len(tokens) > 1):
-        seen[first, second] += 1
-    assert seen[want == 0].sum() == 0
-    kept = want >= 5
-    rare = (want < 5) & (want > 0)
-    got, expected = (
-        torch.cat((table[kept], table[rare].sum()[None][: int(rare.any())]))
-        for table in (seen, want)
-    )
-    assert len(got) > 8
-    assert chisquare(got, expected * got.sum() / expected.sum()).pvalue > 1e-3
+# -- sampling; tests/inference/test_distribution.py counts tokens of processed logits ----------------------------------
 
 
 def test_no_token_left_to_sample_is_an_error():
-    target = small({"suppress_tokens": [0, 1, 2, 3, 4, 5]})
+    target = tiny({"suppress_tokens": list(range(VOCAB))})
     with pytest.raises(UserError, match="bans every token at some position"):
         generate(target, None, [1, 2], max_new_tokens=2, sampling=SamplingParams(1.0))
 

@@ -7,11 +7,12 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from drafttrain.errors import UserError
 from drafttrain.inference import static
 from drafttrain.inference.responses import ResponseEngine, ResponseRequest
-from drafttrain.ops.sampling import SamplingParams, sample
+from drafttrain.ops.sampling import SamplingParams
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target.native_body import NativeBody
 from tests.conftest import make_target, make_tokenizer
+from tests.inference import fakes
 
 STOPS = [257, *range(0, 250, 12)]
 
@@ -49,19 +50,8 @@ def make_prompts(
     return [prefix + torch.randint(0, 250, (n,), generator=generator).tolist() for n in lengths]
 
 
-def hf_greedy(
-    target: Target, prompt: list[int], max_new_tokens: int, stops: list[int]
-) -> list[int]:
-    ids = torch.tensor([prompt])
-    out = target.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=stops,
-        pad_token_id=257,
-    )
-    return out[0, len(prompt) :].tolist()
+def hf_greedy(target: Target, prompt: list[int], count: int, stops: list[int]) -> list[int]:
+    return fakes.hf_greedy(target.model, prompt, count, eos_token_id=stops, pad_token_id=257)
 
 
 def run(
@@ -270,18 +260,6 @@ def test_runs_may_interleave(target):
 
 
 # -- sampling -----------------------------------------------------------------------------------------------------
-
-
-def test_sampler_edges():
-    logits = torch.full((4, 600), float("-inf"))
-    logits[0, 3] = logits[1, 599] = logits[2, 256] = logits[3, 255] = 0.0
-    for extreme in (0.0, 1 - 2**-53):
-        uniforms = torch.full((4,), extreme, dtype=torch.float64)
-        assert sample(logits, SamplingParams(1.0), uniforms).tolist() == [3, 599, 256, 255]
-        assert sample(logits, SamplingParams(1, 0, 0.5), uniforms).tolist() == [3, 599, 256, 255]
-    assert sample(logits, SamplingParams(0.0)).tolist() == [3, 599, 256, 255]
-    ties = torch.tensor([[0.0, 2.0, 2.0]])
-    assert sample(ties, SamplingParams(0.0)).tolist() == [1]
 
 
 def test_a_prefix_is_not_that_of_an_earlier_run(monkeypatch):

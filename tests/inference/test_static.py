@@ -191,26 +191,6 @@ def test_the_clock_stands_still_during_captures():
     assert clock.captured == 1000
 
 
-def test_two_streams_at_once_do_not_share_a_cache(on_cpu):
-    target = make_target(layers=2)
-    want = [
-        tokens
-        for tokens, _ in decode(target, None, PROMPTS[:1], False)
-        + decode(target, None, PROMPTS[3:4], False)
-    ]
-    decode(target, None, PROMPTS, True)
-    streams = [
-        Decoder(target, None, eos_ids=()).stream([p], max_new_tokens=12)
-        for p in (PROMPTS[0], PROMPTS[3])
-    ]
-    got = [[], []]
-    for pairs in zip(*streams, strict=True):
-        for tokens, (_, new) in zip(got, pairs, strict=True):
-            tokens += new
-    assert got == want
-    assert len(target.idle_steps) == 1
-
-
 def test_a_model_that_cannot_be_captured_decodes_dynamically(on_cpu, counted, monkeypatch, capsys):
     target = make_target(layers=2)
 

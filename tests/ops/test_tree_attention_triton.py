@@ -21,7 +21,6 @@ from drafttrain.ops.tree_attention_triton import (
     packed_tree_attention,
     static_reference,
 )
-from tests.ops.ahead_of_time import compile_for_gpus
 
 pytest.importorskip("triton", reason="triton has no build for this platform")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -182,19 +181,6 @@ def test_more_parts_than_blocks_leave_no_trace():
 def test_queries_of_any_stride():
     query, keys, values, forward = batch(RAGGED, heads=3)
     assert difference(query.contiguous(), keys, values, forward, Geometry(32, 32, 1, 4, 1)) < 2e-5
-
-
-@pytest.mark.parametrize(
-    ("asking", "asked"), [(3, 0), (31, 31), (32, 31), (63, 32), (69, 63), (69, 64)]
-)
-def test_one_wrong_bit_is_noticed(asking, asked):
-    query, keys, values, forward = batch([TreeLayout(10, tree(70))], heads=1)
-    plan = forward.plan
-    geometry = Geometry(128, 64, 1, 4, 1)
-    bits = plan.ancestors[asking].cpu()
-    bits[asked // 32] ^= -(2**31) if asked % 32 == 31 else 1 << asked % 32
-    plan.ancestors[asking] = bits.to(DEVICE)
-    assert difference(query, keys, values, forward, geometry) > 1e-3
 
 
 @pytest.mark.thorough
@@ -360,74 +346,6 @@ def test_parts_fill_the_device_and_no_more():
     assert parts(groups=512) == 1
     assert parts(span=100) == 1
     assert parts(groups=1, span=10**6) == 128
-
-
-COMPILE = """
-import sys, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from drafttrain.ops import tree_attention_kernels as kernels
-from drafttrain.ops.tree_attention_triton import choose_geometry, _power_of_two
-
-def build(kernel, numbers, constants, capability, shared, **options):
-    kinds = {"scaling": "fp32", "softcap": "fp32", **numbers}
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
-    aligned = [i for i, name in enumerate(kernel.arg_names) if "stride" in name or signature[name].startswith("*")]
-    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert compiled.asm["cubin"] and compiled.metadata.shared <= shared, compiled.metadata.shared
-
-for line in sys.argv[1:]:
-    capability, shared, dtype, pairs, width, extras = (int(x) if x.isdigit() else x for x in line.split(","))
-    g = choose_geometry(pairs, 8, 8192, width, width, 4 if dtype == "fp32" else 2, 132, shared)
-    padded = _power_of_two(width)
-    merged, extras = g.parts > 1, bool(extras)
-    integers = dict.fromkeys(["rows", "offsets", "prefixes", "chains", "helds", "places", "positions", "ancestors"], "*i32")
-    inputs = dict.fromkeys(["query", "keys", "values", "sinks"], "*" + dtype)
-    outputs = {"out": "*fp32" if merged else "*" + dtype, "logs": "*fp32"}
-    build(
-        kernels.attend_parts, integers | inputs | outputs,
-        dict(KV_HEADS=8, GROUP=4, WIDTH=width, VALUE_WIDTH=width, PADDED=padded, VALUE_PADDED=padded,
-             BLOCK_M=g.block_m, BLOCK_N=g.block_n, MERGED=merged, WINDOW=extras, SOFTCAP=extras, SINKS=extras,
-             PRECISION="ieee"),
-        capability, shared, num_warps=g.warps, num_stages=g.stages,
-    )
-    build(
-        kernels.merge_parts, {"partial": "*fp32", "logs": "*fp32", "out": "*" + dtype},
-        dict(HEADS=32, VALUE_WIDTH=width, VALUE_PADDED=padded, CHUNK=16), capability, shared,
-    )
-    build(
-        kernels.move_paths, {"addresses": "*i64", "moves": "*i64", "like": "*" + dtype},
-        dict(HEADS=8, WIDTH=width, PADDED=padded, PATH=8), capability, shared,
-    )
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "lines",
-    [
-        ["90,232448,bf16,8,64,1"],
-        pytest.param(
-            [
-                f"{device},{dtype},{pairs},{width},{extras}"
-                for device in ("80,166912", "86,101376", "90,232448")
-                for dtype, pairs, width, extras in (
-                    ("bf16", 8, 64, 0),
-                    ("fp16", 256, 128, 0),
-                    ("bf16", 256, 80, 1),
-                    ("bf16", 256, 256, 1),
-                    ("fp32", 64, 64, 0),
-                    ("fp32", 256, 256, 1),
-                )
-            ],
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["one", "many"],
-)
-def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(lines, tmp_path):
-    compile_for_gpus(COMPILE, lines, tmp_path)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ import pytest
 from drafttrain import cli
 from drafttrain.evaluation.metrics import by_category, summarize
 from drafttrain.reports import charts
-from drafttrain.reports.figures import conditions
 from drafttrain.reports.report_page import differing, make_charts, mark, page, run_names
 from tests.evaluation.records import OURS, PLAIN, record
 from tests.files import dump_json
@@ -299,16 +298,6 @@ def test_intervals_need_several_prompts():
     run["overall"]["prompts"] = 3
     (chart, *_) = make_charts([run], ["a"], [])
     assert chart.rows()[-1] == ("all", ["2.00\u00d7"])
-
-
-def test_a_page_says_when_where_and_how():
-    run = results() | {"commit": "abc123", "machine": "Linux x86_64", "threads": 2}
-    run["compute_dtype"] = "float32"
-    run["dtype"] = "bfloat16"
-    assert conditions(run) == (
-        "measured 2026-11-23, a CPU, 2 threads, bfloat16 computed in float32, drafttrain 0.1.0 at abc123"
-    )
-    assert conditions({}) == "", "earlier files"
 
 
 def test_advice_of_earlier_versions_is_given_anew():

@@ -314,13 +314,6 @@ def test_bad_input_is_named(bench, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["http://me:opensesame-7@127.0.0.1:9", "ftp://me:opensesame-7@h"])
-def test_no_password_is_in_an_error(bench, capsys, url):
-    bench("--url", url, status=2)
-    assert "url='" in (said := capsys.readouterr().err)
-    assert "opensesame" not in said
-
-
 def test_addresses_with_and_without_v1():
     assert {
         server_address(url)

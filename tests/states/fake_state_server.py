@@ -1,16 +1,11 @@
-"""A server that hands out a tiny target's states as vLLM does, and fails as servers fail.
-
-In a process of its own: python -m tests.states.fake_state_server TARGET FOLDER 1,2,3,4 PORT [SECONDS before each answer]
-"""
+"""A server that hands out a tiny target's states as vLLM does, and fails as servers fail."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-import sys
 import threading
-import time
 import uuid
 from collections import deque
 from pathlib import Path
@@ -53,14 +48,12 @@ class FakeStateServer(LocalServer):
         target: Target,
         folder: Path,
         layers: tuple[int, ...],
-        delay: float = 0.0,
-        port: int = 0,
     ):
         self.computes = target
         self.tokenizer = target.tokenizer
         self.folder = folder
         self.layers = layers
-        self.before_answer = lambda: time.sleep(delay)
+        self.before_answer = lambda: None
         self.shift = 0
         self.longest = 4096
         self.requests: list[list[int] | str] = []
@@ -68,7 +61,6 @@ class FakeStateServer(LocalServer):
         self.always = ""
         self.lock = threading.Lock()
         self.announces = target
-        self.port = port
         self.start()
 
     def start(self) -> None:
@@ -144,13 +136,3 @@ class FakeStateServer(LocalServer):
         else:
             finish()
         return Path("/etc/hosts.safetensors") if fault == "outside" else path
-
-
-if __name__ == "__main__":
-    target, folder, layers, port, *delay = sys.argv[1:]
-    server = FakeStateServer(
-        Target.load(target, "float32", "cpu"), Path(folder), tuple(map(int, layers.split(","))),
-        delay=float(delay[0]) if delay else 0.0, port=int(port),
-    )  # fmt: skip
-    print(server.url, flush=True)
-    threading.Event().wait()

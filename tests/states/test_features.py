@@ -6,9 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections import namedtuple
 
 import pytest
@@ -33,7 +30,7 @@ from tests.drafters.helpers import make_drafter
 from tests.files import load_jsonl
 from tests.states.fake_state_server import FakeStateServer
 from tests.states.stand_ins import LAYERS, SERVED, stored
-from tests.training.runs import ROOT, write_data
+from tests.training.runs import write_data
 
 
 def extract(data, *more: str) -> int:
@@ -117,42 +114,6 @@ def test_other_settings_and_full_disks_are_refused_before_anything_is_written(
     assert extract(data) == 2
     assert "features need about 0.0 GB, 0.0 GB are free" in capsys.readouterr().err
     assert not list((data / "features").glob("*.safetensors"))
-
-
-KILL = """
-import os, signal, sys
-from drafttrain.data import store
-from drafttrain.states import features
-plain, written = os.replace, []
-def replace(source, goal):
-    if str(goal).endswith(".safetensors"):
-        written.append(goal)
-        if len(written) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-    plain(source, goal)
-os.replace = replace
-features.ShardWriter.full = True
-from drafttrain.cli import main
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_of_a_shard_it_goes_on(data, capsys):
-    words = ["features", "--data", str(data), "--layers", "1,2,3", "--dtype", "float32"]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILL, *words], cwd=ROOT, capture_output=True, text=True
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
-    assert FeatureStore.open(data, LAYERS).count == 2 and list((data / "features").glob(".part-*"))
-    assert main(words) == 0
-    assert "4 of 6 conversations to do" in capsys.readouterr().out
-    stored = FeatureStore.open(data, LAYERS)
-    assert stored.count == 6 and not list((data / "features").glob(".part-*"))
-    row = load_records(data)[5]
-    assert stored.get(row["id"])["features"].shape == (len(row["tokens"]) - 1, 3 * 32)
-    assert main(words) == 0
-    assert "0 of 6 conversations to do" in capsys.readouterr().out
 
 
 def test_int8_is_noted_and_refused_for_likeliest_tokens(data, capsys):

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafttrain.errors import UserError
-from drafttrain.inference import SamplingParams, generate
+from drafttrain.inference import generate
 from drafttrain.target import Target
 from tests.inference.fakes import hf_greedy, sharpen
 
@@ -52,23 +52,6 @@ def test_silent_tokens_of_a_logit_factor(model_type, settings, factor, dtype):
     bound = 1e-4 if dtype == torch.float32 else 5e-2
     assert target.logit_scale == pytest.approx(factor)
     torch.testing.assert_close(ours, own, rtol=bound, atol=bound * own.abs().max().item())
-
-
-def test_silent_tokens_of_hyperclovax_sampling():
-    model = tiny("hyperclovax", logits_scaling=0.25)
-    prompt = list(range(5, 12))
-    p = (logits(model, torch.tensor([prompt]))[0, -1] / 1.5).softmax(-1)
-    greedy = hf_greedy(model, prompt, 8)
-    target = Target.wrap(model, None, "hyperclovax")
-    assert generate(target, None, prompt, max_new_tokens=8, eos_ids=()).tokens == greedy
-    drawn = [
-        generate(
-            target, None, prompt, max_new_tokens=1, sampling=SamplingParams(1.5), seed=i, eos_ids=()
-        ).tokens[0]
-        for i in range(200)
-    ]
-    share = sum(token == int(p.argmax()) for token in drawn) / len(drawn)
-    assert share == pytest.approx(float(p.max()), abs=0.12)
 
 
 def test_a_factor_that_no_value_of_the_config_names_is_fitted():

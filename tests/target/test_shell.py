@@ -204,20 +204,6 @@ def test_a_shell_of_a_target_whose_layers_differ_in_their_heads(tmp_path):
     assert_same(shell, Target.load(folder, "float32", "cpu"), PROMPT[None])
 
 
-def test_running_a_shell_is_one_line(target_dir):
-    shell = load_shell(str(target_dir), dtype="float32", device="cpu", weights=True)
-    for run in (
-        lambda: shell.forward(PROMPT[None], ()),
-        shell.pack,
-        lambda: generate(shell, None, [1, 2, 3], max_new_tokens=2),
-    ):
-        with pytest.raises(
-            UserError,
-            match=r"^target='.*' was loaded without its layers.*load the whole target for that$",
-        ):
-            run()
-
-
 def test_a_shell_names_files_and_weights_that_are_missing_or_wrong(tmp_path):
     name = save(make_target().model, tmp_path / "target", shard="20KB")
     index = tmp_path / "target" / "model.safetensors.index.json"

@@ -413,32 +413,6 @@ def test_the_verdict_says_what_parts():
     assert "do not use this drafter" in tuning.verdict({**result, "tree": "none"})
 
 
-@pytest.mark.parametrize(
-    ("span", "words"),
-    [
-        ([1.1, 1.25], "measured 1.80x, faster than the fixed tree by 10% to 25%"),
-        ([0.8, 0.9], "measured 1.80x, slower than the fixed tree by 10% to 20%"),
-        ([0.97, 1.02], "no different from the fixed tree beyond noise (-3% to +2%)"),
-    ],
-)
-def test_the_adaptive_figures_are_words(span, words):
-    spans = {"measured_speedup": [1.6, 2.0], "adaptive_speedup": [1.5, 2.0]}
-    spans["measured_request_speedup"] = [1.5, 1.9]
-    result = {
-        **REQUESTS,
-        "picked": "chain:3",
-        "tree": "chain:3",
-        "predicted_speedup": 1.7,
-        "measured_speedup": 1.7,
-        "relative_error": 0.0,
-        "adaptive_speedup": 1.8,
-        "intervals": {**spans, "adaptive_over_fixed": span},
-        "prompts": 6,
-    }
-    line = tuning.verdict(result).splitlines()[2]
-    assert line.startswith("chain:3@adapt, adapted every round: ") and line.endswith(words)
-
-
 def test_the_table_holds_the_picked_tree_and_is_sorted(monkeypatch, target, capsys):
     """The contest may pick a tree behind the twelve that were predicted fastest."""
     rates = {f"chain:{depth}": 100.0 + depth for depth in range(1, 15)}
@@ -560,26 +534,6 @@ def test_tune_and_eval_agree():
             assert (tuning.keep(measured) == 0) == (state == "does not pay")
         seen.add(state)
     assert seen == {"pays", "does not pay", "inconclusive"}
-
-
-def test_a_drafter_that_does_not_pay_is_called_so(target, capsys):
-    class Dear(CostModel):
-        def round(self, spec, nodes, depth):
-            return 1.0 if spec.shape == "none" else 100.0
-
-    dear = Dear({0: 1.0}, {})
-    tracks = record(target, NgramDrafter(), PROMPTS[:1], SamplingParams(), 20)
-    every = [tuning.predict(spec, tracks, dear) for spec in tuning.candidates(NgramDrafter(), dear)]
-    assert max(every, key=lambda each: each.tokens_per_second).spec.shape == "none"
-    tuning.print_result(
-        {
-            "costs": {"verification_ms": {}, "drafting_ms": {}},
-            "acceptance": {"recall": {}},
-            "candidates": [],
-            "picked": "none",
-        }
-    )
-    assert "do not use this drafter" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

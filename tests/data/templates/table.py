@@ -10,7 +10,7 @@ import io
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -174,21 +174,10 @@ def row(name: str, rows: dict[str, dict[str, Cell]]) -> str:
     return f"| {name} | " + " | ".join(shown) + " |"
 
 
-def report(table: dict[str, dict[str, dict[str, Cell]]]) -> Iterator[str]:
-    """A line per cell."""
-    for name, rows in table.items():
-        for case, found in rows.items():
-            for path, cell in found.items():
-                done = f"{cell.stored} of {cell.turns} answers in {cell.rows} rows, {cell.generated} of {cell.tokens} tokens"
-                equal = f"WRONG {cell.wrong}" if cell.wrong else "equal"
-                yield f"{name:14} {case:20} {path:9} {done}  {equal}  {cell.refused[:500]}"
-
-
 if __name__ == "__main__":
     chosen = {
         family.name: cells(family)
         for family in FAMILIES
         if len(sys.argv) < 2 or family.name in sys.argv
     }
-    print(*report(chosen), sep="\n")
-    print("", *HEADER, *(row(name, rows) for name, rows in chosen.items()), sep="\n")
+    print(*HEADER, *(row(name, rows) for name, rows in chosen.items()), sep="\n")
