@@ -109,6 +109,20 @@ def test_drafting_stops_when_text_gets_hard_and_comes_back():
     assert sum(machine.depths[-100:]) > 250
 
 
+@pytest.mark.parametrize("hard", [40, 60, 100])
+def test_one_hard_passage_does_not_end_drafting_for_the_next_text(hard):
+    drafting = []
+    for seed in range(6):
+        machine = Machine(free=1, each=0.1, draft=0.1, seed=seed)
+        pace = Adaptive(TreeSpec.parse("chain:4"))
+        machine.play(pace, 300, accept=0.8)
+        machine.play(pace, hard, accept=0.0)
+        assert sum(depth > 0 for depth in machine.depths[-20:]) < 10
+        machine.play(pace, 80, accept=0.8)
+        drafting.append(sum(depth > 0 for depth in machine.depths) / 80)
+    assert min(drafting) > 0.4 and sum(drafting) / 6 > 0.65
+
+
 def test_the_budget_follows_acceptance():
     depths = []
     for accept in (0.35, 0.9):
