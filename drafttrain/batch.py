@@ -29,6 +29,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from drafttrain.errors import UserError
+
 # query [tq, heads, e], key and value [t, kv_heads, e] -> [tq, heads * e]; e is the head size
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -254,11 +256,24 @@ class TargetOutput:
         """What a forward's hooks caught, on the device of its last states.
 
         Args:
-            caught: [b, s, h] by feature layer. layers: the ones to concatenate.
+            caught: [b, s, h] by feature layer. layers: the ones to concatenate. A layer with n streams of
+                states per token has [b, s, n, h]; its feature is their mean, as in vLLM's DeepSeek-V4.
             last: [b, s, h], `last_hidden`.
+
+        Raises:
+            UserError: a layer holds states of another form.
         """
-        # A spread target has its states on several devices.
-        parts = [caught[layer].to(last.device) for layer in layers]
+        parts = []
+        for layer in layers:
+            state = caught[layer].to(last.device)  # a spread target has states on several devices
+            if state.shape[:-2] == last.shape[:-1]:
+                state = state.mean(-2)
+            if state.shape[:-1] != last.shape[:-1]:
+                raise UserError(
+                    f"feature layer {layer} of this target holds states of shape {list(state.shape)} for tokens of shape "
+                    f"{list(last.shape[:-1])}, which no engine hands to a drafter; choose a kind that reads no features"
+                )
+            parts.append(state)
         features = torch.cat(parts, dim=-1) if parts else last[..., :0]
         return TargetOutput(features, last)
 

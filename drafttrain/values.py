@@ -125,7 +125,7 @@ StorageSize = Annotated[
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 StoreDtype = Literal["bfloat16", "float32", "int8", "float8"]  # of stored states
 FileDtype = Literal["float32", "bfloat16", "float16"]
-ExportDtype = Literal["float32", "bfloat16", "float16", "float8"]
+ExportDtype = Literal["float32", "bfloat16", "float16", "float8", "nvfp4"]
 DeviceMap = Literal["", "auto", "balanced", "balanced_low_0", "sequential"]
 AnyText = Annotated[str, AfterValidator(_text), Limits(description="text without NUL")]
 # A path, a Hub id or another name that may become part of a path.

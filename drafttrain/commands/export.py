@@ -71,8 +71,8 @@ def export(
         engine_version: release of the engine that is to load it (default: vllm: vLLM 0.32.0,
             sglang: SGLang 0.5.23, transformers: transformers 5.23, gguf: llama.cpp 11549,
             speculators: speculators 0.9.0)
-        dtype: type of the weights; float8 rounds the layers of an eagle3 head for vLLM, the other
-            weights are bfloat16
+        dtype: type of the weights; float8 and nvfp4 round the layers of an eagle3 head for vLLM, the
+            other weights are bfloat16
         target: name of the target in recipes; has the tokenizer (default: the recorded one)
         target_gguf: with --format gguf: also write the target, as target.gguf of this type
         speculative_tokens: tokens drafted per round (default: the depth in decoding.json, else 3)

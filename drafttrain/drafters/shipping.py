@@ -30,7 +30,14 @@ from drafttrain.drafters.read_back import compare_drafters
 from drafttrain.errors import UserError, first_line
 from drafttrain.files import Json, check_json
 from drafttrain.formats.engines import SEEING_TARGETS, EngineRelease, engine_of
-from drafttrain.formats.float8 import SCHEME_KEY, is_float8, round_layers, to_float8, widened
+from drafttrain.formats.small_layers import (
+    SCHEME_KEY,
+    SMALL,
+    round_layers,
+    small_layers,
+    widened,
+    with_small_layers,
+)
 from drafttrain.formats.weights import (
     Shapes,
     architectures_in,
@@ -124,7 +131,7 @@ class ExportRequest(NamedTuple):
     target: str = ""  # the target's name, empty if unknown; for keys that name it
     depth: int = 3  # speculative tokens per round, where a format records them
     source: str = ""  # where the target's config, tokenizer and weights are; `target` unless given
-    float8: bool = False  # layers in float8, the other weights as `dtype` says
+    layers: str = ""  # form of the layers' weights (formats/small_layers.py), if not as all others
 
     @property
     def target_files(self) -> str:
@@ -202,7 +209,7 @@ class Shipping(Generic[D]):
         verifiable: engines that `drafttrain verify` runs the kind in (`vllm`, `transformers`,
             `llama.cpp`, see export/engine_runs.py), and the format that each is given. needs_gpu:
             engines that run the kind on GPUs only.
-        float8: formats that engines were run with in float8.
+        small_layers: by format, the forms of layers (formats/small_layers.py) that it was tried with.
         in_root: formats that a published repository holds in its root, with our own keys added;
             others get a folder each.
         reads: published checkpoints that `drafttrain import` reads, for messages. architectures:
@@ -226,7 +233,7 @@ class Shipping(Generic[D]):
     formats: Mapping[str, Format] = {}
     verifiable: Mapping[str, str] = {}
     needs_gpu: tuple[str, ...] = ()
-    float8: tuple[str, ...] = ()
+    small_layers: Mapping[str, tuple[str, ...]] = {}
     in_root: Sequence[str] = ()
     reads = ""
     architectures: tuple[str, ...] = ()
@@ -305,8 +312,8 @@ class Shipping(Generic[D]):
         drafter = self.load(trained)
         config = self.engine_config(drafter, form, request)
         weights = self.engine_weights(drafter, config)
-        if request.float8:
-            config, weights = to_float8(config, weights)
+        if request.layers:
+            config, weights = with_small_layers(SMALL[request.layers], config, weights)
         return write_checkpoint(request.output, config, weights, request.dtype)
 
     def engine_config(self, drafter: D, form: str, request: ExportRequest) -> Json:
@@ -378,7 +385,11 @@ class Shipping(Generic[D]):
 
     def exported_weights(self, exported: Path) -> dict[str, Tensor]:
         """Every tensor of an export, also from files that only some kinds have."""
-        return widened(read_weights(exported))
+        weights = read_weights(exported)
+        layers = small_layers(read_config(exported))
+        if layers is not None:
+            weights = widened(layers, weights)
+        return weights
 
     def drafter_from(self, original: D, export: Exported) -> D:
         """A drafter with the shapes and flags of an export, as an engine reads its keys.
@@ -441,8 +452,9 @@ class Shipping(Generic[D]):
         config = read_config(exported)
         export = Exported(where, config, self.exported_weights(exported))
         original = self.load(trained)
-        if is_float8(config):
-            round_layers(original)
+        layers = small_layers(config)
+        if layers is not None:
+            round_layers(layers, original)
         try:
             back = self.drafter_from(original, export)
             dtype = check_weights(export.weights, self.engine_shapes(back, config), config, where)
@@ -502,7 +514,7 @@ class Shipping(Generic[D]):
             UserError: names the keys, or what they say.
         """
         read = set(self.published_keys)
-        if is_float8(checkpoint.config):
+        if small_layers(checkpoint.config) is not None:
             read.add(SCHEME_KEY)
         if "drafter_kind" in checkpoint.config:  # a drafter of ours
             read |= {"drafter_kind", *kinds_of(self.drafter_class.config_class)}
@@ -546,8 +558,9 @@ class Shipping(Generic[D]):
         where = repr(str(folder))
         config = read_config(folder)
         weights = self.published_weights(folder, allow_pickle)
-        if is_float8(config):
-            weights = widened(weights)
+        layers = small_layers(config)
+        if layers is not None:
+            weights = widened(layers, weights)
         found = Exported(where, config, weights)
         try:
             self.check_published(found)

@@ -32,8 +32,8 @@ from drafttrain.export.serving_recipes import (
 from drafttrain.files import hub_snapshot, is_hub_id
 from drafttrain.folders import OutputFolder, beside, check_folder, inputs_of
 from drafttrain.formats.engines import MROPE_NOTE
-from drafttrain.formats.float8 import FLOAT8
 from drafttrain.formats.public_names import public_name
+from drafttrain.formats.small_layers import SMALL
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.inside_vllm.swap_worker import METHODS
 from drafttrain.outcome import conclude, next_command
@@ -86,10 +86,21 @@ def run(args: argparse.Namespace, drafter: Drafter | None, scratch: Path) -> int
     depth = args.speculative_tokens or engine_chain(trained)
     if args.format != "gguf":  # llama.cpp takes a part of a block
         check_depth(trained, depth)
-    dtype = FLOAT8
-    if args.dtype != "float8":
-        dtype = resolve_dtype(args.dtype)
-    files = export(trained, args.format, output, dtype, target, depth, args.engine_version)
+    dtype = args.dtype
+    layers = ""
+    if dtype in SMALL:
+        layers = dtype
+        dtype = "bfloat16"
+    files = export(
+        trained,
+        args.format,
+        output,
+        resolve_dtype(dtype),
+        target,
+        depth,
+        args.engine_version,
+        layers,
+    )
     if args.target_gguf:
         files.append(write_target(target, output / TARGET_GGUF, args.target_gguf))
 
@@ -227,11 +238,12 @@ def export(
     target: str = "",
     depth: int = 3,
     release: str = "",
+    layers: str = "",
 ) -> list[Path]:
     """Writes a drafter in one of FORMATS; returns the files written.
 
     Args:
-        output, dtype, target, depth: as in `ExportRequest`.
+        output, dtype, target, depth, layers: as in `ExportRequest`.
         release: of the format's engine, which decides what is supported; the newest known one
             unless given.
 
@@ -239,14 +251,12 @@ def export(
         UserError: the format does not support the drafter, or the output cannot be written.
     """
     kind = check_expressible(trained, form, release)
-    if dtype == FLOAT8 and form not in kind.float8:
+    if layers and layers not in kind.small_layers.get(form, ()):
         raise UserError(
-            f"dtype='float8': no engine was run with a drafter of kind {trained.kind} as {form} in float8; use bfloat16"
+            f"dtype={layers!r}: no engine was tried with such layers of a drafter of kind {trained.kind} as {form}; use bfloat16"
         )
     inputs = [("drafter", str(trained.folder)), ("target", target)]
     with OutputFolder(output, "export", inputs) as folder, folder.staged() as part:
-        request = ExportRequest(part, dtype, target, depth)
-        if dtype == FLOAT8:
-            request = request._replace(dtype=torch.bfloat16, float8=True)
+        request = ExportRequest(part, dtype, target, depth, layers=layers)
         files = kind.write(trained, form, request)
         return [folder.path / file.relative_to(part) for file in files]

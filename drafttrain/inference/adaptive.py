@@ -8,8 +8,9 @@ estimates, for the tree that the user allows and every smaller depth and number 
 and drafts the tree with the highest rate. Nothing needs configuration, and noise decides little:
 
 tokens      counted, not timed: a drafted tree contains every smaller one, so each round tells what
-            all of them would have accepted. The mean is over 128 rounds, so that it is steady on a
-            steady load; when recent rounds differ from it by more than chance, they replace it.
+            all of them would have accepted. The mean is over 256 rows of rounds, so that it is
+            steady on a steady load; when recent rounds differ from it by more than chance, they
+            replace it.
 seconds     running medians: of target passes by number of new tokens (roots and nodes of all rows),
             of drafting by depth and rows. Larger batches change the costs: many rows fill the
             target's pass, so trees shrink.
@@ -20,6 +21,10 @@ Where plain decoding is faster, drafting stops and the drafter reads nothing. Ex
 at most 1.2 % of run time plus what it has saved: a trial of another tree pays what it loses against
 the best one and earns what it gains. So a useless drafter costs little more than that share, and a
 drafter that becomes useful pays for its own next trial.
+
+What made drafting stop was perhaps one passage or one request. So while it is off, the mean returns
+step by step to that of the last 512 rows of rounds, and with it drafting. A stretch in which
+drafting did not pay for long halves the speed of the next return.
 """
 
 from __future__ import annotations
@@ -50,6 +55,8 @@ _MARGIN = 1.015
 _TRUST = 4  # rows of rounds that the initial estimate of acceptance counts for
 _SHARE = 0.5  # the initial estimate: acceptance of each depth
 _WINDOW = 256  # rows of rounds in the running mean of accepted tokens
+_USUAL = 512  # and in the mean to which it returns while drafting is off
+_RETURN = 128  # rounds in which it goes most of that way, if drafting had paid for as many
 _RECENT = 12  # rounds that are compared with the running mean
 _SURE = 4.0  # standard deviations between the two that are not chance
 _SAMPLES = 9  # rounds per median
@@ -215,6 +222,8 @@ class Adaptive:
         self._added = np.stack([self._accepted, self._nodes])  # [2, m]
         self._added[:, 1:] -= self._added[:, self._parents[1:]]
         self._weight = np.full(len(self.levels), float(_TRUST))
+        self._usual = self._added.copy()  # the same over `_usual_weight` rows of rounds
+        self._usual_weight = self._weight.copy()
         # Rounds at one level that `_learn` has not read yet: until the next decision.
         self._unread: list[RoundReport] = []
         # Accepted tokens of recent rounds against the mean: their mean difference and variance.
@@ -235,6 +244,8 @@ class Adaptive:
         self._rows = 0  # sequences at the latest decision
         self._kept = 0  # the level until the next decision
         self._on = True  # whether drafting pays
+        self._began = 0  # the round since which it pays, earlier if it paid before
+        self._paid = 0  # rounds for which it had paid when it stopped, at most _RETURN
         self._expected = 0.0  # seconds a token should take, if this round is a trial
         self._lock = threading.Lock()
 
@@ -251,6 +262,8 @@ class Adaptive:
     def _choose(self, rows: int, behind: int) -> tuple[int, int]:
         """The level of this round, perhaps a trial, and that of the next ones."""
         self._learn()
+        if not self._on:
+            self._return()
         lowest = self._passes.lowest()
         if lowest is None:  # the largest tree that cannot take long
             first = self._largest(rows * (1 + self._budgets) <= max(_BLIND, 2 * rows))
@@ -267,7 +280,13 @@ class Adaptive:
         best = 1 + int(paces[1:].argmin())
         # Hysteresis: drafting goes on, or stays off, unless the difference is clear.
         margin = 1 / _MARGIN if self._on else _MARGIN
-        self._on = bool(paces[best] * margin < plain)
+        pays = bool(paces[best] * margin < plain)
+        if pays and not self._on:
+            self._drafted = 0  # as at the start
+            self._began = self._rounds - self._paid // 2
+        elif self._on and not pays:
+            self._paid = min(self._rounds - self._began, _RETURN)
+        self._on = pays
         pace = float(paces[best]) if self._on else plain
         losses = seconds - tokens * pace  # [m] seconds that a round loses against the best
 
@@ -396,8 +415,13 @@ class Adaptive:
         self._weight = np.minimum(self._weight + rows * contained, _WINDOW)
         seen = np.stack([accepted, nodes]) / rows  # [2, m] per row
         # What a level adds to its parent is learned, because chance in a round moves both alike.
+        added = seen - seen[:, self._parents]
         rate = contained * np.minimum(rows / self._weight, 1)  # [m]
-        self._added += (seen - seen[:, self._parents] - self._added) * rate
+        self._added += (added - self._added) * rate
+        self._usual_weight = np.minimum(self._usual_weight + rows * contained, _USUAL)
+        self._usual += (added - self._usual) * (
+            contained * np.minimum(rows / self._usual_weight, 1)
+        )
         # An exponential mean over n rounds has the variance v / (2 n - 1).
         if self._drift**2 > _SURE**2 * self._variance / (2 * _RECENT - 1):
             mean = max(float(self._accepted[level]), 1e-3)
@@ -406,6 +430,13 @@ class Adaptive:
             self._drift = 0.0
         self._accepted, self._nodes = self._added @ self._sums.T  # [m] each
         self._unread = []
+
+    def _return(self) -> None:
+        """Moves the means towards the usual ones, by what the rounds between two decisions are worth."""
+        share = _PERIOD / _RETURN * self._paid / _RETURN
+        self._added += (self._usual - self._added) * share
+        self._weight = np.minimum(self._weight, _RECENT)  # what is seen next counts
+        self._accepted, self._nodes = self._added @ self._sums.T  # [m] each
 
 
 def smaller_parts(

@@ -135,12 +135,12 @@ def check(new: HeadFiles, served: HeadFiles, shared: Iterable[str], vocabulary: 
         )
 
 
-def refuse_float8(new: HeadFiles) -> None:
+def refuse_small_layers(new: HeadFiles) -> None:
     """Raises SwapRefused: weights that vLLM has laid out anew when it loaded the served head's."""
     if any(tensor.dtype == torch.float8_e4m3fn for tensor in new.tensors.values()):
         raise SwapRefused(
-            f"folder={new.folder!r} is float8, which vLLM lays out anew as it loads; serve and swap "
-            "heads in bfloat16, or restart the server with it"
+            f"folder={new.folder!r} has layers in float8 or nvfp4, which vLLM lays out anew as it "
+            "loads; serve and swap heads in bfloat16, or restart the server with it"
         )
 
 

@@ -29,7 +29,7 @@ from drafttrain.inside_vllm.head_files import (
     check,
     folder_below,
     read_head,
-    refuse_float8,
+    refuse_small_layers,
 )
 
 Vllms = Any  # an object of vLLM's, which mypy does not see
@@ -98,7 +98,7 @@ class ServedHead:
             )
         vocabulary = self.config.model_config.get_vocab_size()
         parts = shared_parts(self.runner.get_draft_model(), self.runner.get_model())
-        refuse_float8(new)
+        refuse_small_layers(new)
         check(new, self.served, parts, vocabulary)
         self.checked = new
         return {"sha256": new.digest}

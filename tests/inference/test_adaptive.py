@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +13,89 @@ from drafttrain.batch import TokenTree
 from drafttrain.drafters.combined import alone
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.inference import Decoder, SamplingParams
-from drafttrain.inference.adaptive import Adaptive, Costs, smaller_parts
+from drafttrain.inference.adaptive import Adaptive, Costs, RoundReport, smaller_parts
 from tests.inference.fakes import FakeBatch, family
 from tests.inference.simulated_load import Load, play
+
+
+class Machine:
+    """Plays rounds of a chain drafter: each drafted token is accepted with a probability if those above it were.
+
+    Args:
+        free: new tokens of a pass that cost no more than one. each: what a further one costs, in plain steps.
+        draft: what a draft step costs, in plain steps. noise: of every cost, relative.
+    """
+
+    def __init__(self, free=4, each=0.05, draft=0.05, noise=0.02, seed=0):
+        self.free = free
+        self.each = each
+        self.draft = draft
+        self.noise = noise
+        self.random = random.Random(seed)
+        self.depths: list[int] = []
+
+    def cost(self, rows, depth):
+        base = 1 + self.each * max(0, rows * (1 + depth) - self.free)
+        return base, self.draft * depth
+
+    def play(self, pace, rounds, accept, rows=1):
+        """Returns seconds and tokens, and what the tokens cost in plain decoding."""
+        seconds = tokens = 0.0
+        self.depths = []
+        behind = 0
+        for _ in range(rounds):
+            spec = pace.choose(rows, behind) if isinstance(pace, Adaptive) else pace
+            depth = 0 if spec.shape == "none" else spec.depth
+            self.depths.append(depth)
+            drafted = []
+            for _ in range(rows if depth else 0):
+                count = next((i for i in range(depth) if self.random.random() >= accept), depth)
+                chain = TokenTree(torch.zeros(depth, dtype=torch.long), list(range(-1, depth - 1)))
+                drafted.append((chain, list(range(count))))
+            shake = 1 + self.noise * self.random.uniform(-1, 1)
+            target, draft = (shake * part for part in self.cost(rows, depth))
+            read = behind if depth else 0
+            behind = behind - read + rows
+            done = RoundReport(
+                spec,
+                rows,
+                rows * (1 + depth),
+                target + draft + 0.01 * read,
+                draft,
+                read,
+                0.01 * read,
+                drafted,
+            )
+            if isinstance(pace, Adaptive):
+                pace.observe(done)
+            seconds += done.seconds
+            tokens += rows + sum(len(path) for _, path in drafted)
+        return seconds, tokens, tokens / rows * self.cost(rows, 0)[0]
+
+
+def test_drafting_stops_when_text_gets_hard_and_comes_back():
+    machine = Machine(free=1, each=0.1, draft=0.1)
+    pace = Adaptive(TreeSpec.parse("chain:4"))
+    machine.play(pace, 200, accept=0.8)
+    assert sum(machine.depths[-100:]) > 250
+    machine.play(pace, 400, accept=0.0)
+    assert sum(depth > 0 for depth in machine.depths[-100:]) < 15
+    machine.play(pace, 400, accept=0.8)
+    assert sum(machine.depths[-100:]) > 250
+
+
+@pytest.mark.parametrize("hard", [40, 60, 100])
+def test_one_hard_passage_does_not_end_drafting_for_the_next_text(hard):
+    drafting = []
+    for seed in range(6):
+        machine = Machine(free=1, each=0.1, draft=0.1, seed=seed)
+        pace = Adaptive(TreeSpec.parse("chain:4"))
+        machine.play(pace, 300, accept=0.8)
+        machine.play(pace, hard, accept=0.0)
+        assert sum(depth > 0 for depth in machine.depths[-20:]) < 10
+        machine.play(pace, 80, accept=0.8)
+        drafting.append(sum(depth > 0 for depth in machine.depths) / 80)
+    assert min(drafting) > 0.4 and sum(drafting) / 6 > 0.65
 
 
 def cpu(tokens):

@@ -27,6 +27,7 @@ from tests.drafters.helpers import new_drafter
 # Weights of the text model, without images and prediction modules: model cards and technical reports; Gemma 3 as Keras counts it.
 PUBLISHED = {
     "deepseek-v3": 671e9,
+    "deepseek-v4-flash": 284e9,
     "gemma-3-12b": 11_765_788_416,
     "gemma-3-27b": 27_009_002_240,
     "gemma-4-26b-a4b": 25.2e9,

@@ -276,7 +276,7 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
         "gguf": Format("EAGLE-3 as GGUF file", ("llama.cpp",)),
     }
     verifiable = {"vllm": "vllm", "llama.cpp": "gguf"}
-    float8 = ("vllm",)
+    small_layers = {"vllm": ("float8", "nvfp4")}
     drafter_class = Eagle3
     in_root = ("vllm", "sglang", "gguf")
     gguf_arch = "eagle3"
