@@ -36,12 +36,16 @@ PROMPTS = tiny_prompts(8)
 SETTINGS = (
     "--dtype float32 --max-model-len 512 --enforce-eager --host 127.0.0.1 --worker-extension-cls"
 )
-# What an installation of the package adds to vLLM's environment, and what mends vLLM on CPUs.
-POINTS = """[vllm.endpoint_plugins]
+# Entry points by distribution: what an installation of the package adds to vLLM's environment, and what mends vLLM on
+# CPUs; apart, because a checkout with an installation of its own hides another one of the same name.
+POINTS = {
+    "drafttrain": """[vllm.endpoint_plugins]
 drafttrain_swap = drafttrain.inside_vllm.swap_route:DrafterSwapRoute
-[vllm.general_plugins]
+""",
+    "mend_vllm": """[vllm.general_plugins]
 mend_vllm = tests.serving.mend_vllm:mend
-"""
+""",
+}
 SAMPLES = 4096
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON is not set")]
 
@@ -68,10 +72,11 @@ class SwapServer(EngineServer):
         torch.manual_seed(1)
         noisy = {name: it + it.std() * torch.randn(it.shape) for name, it in self.weights.items()}
         save_file(noisy, self.root / "c" / "model.safetensors")
-        info = place / "drafttrain-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: drafttrain\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(POINTS)
+        for name, points in POINTS.items():
+            info = place / f"{name}-0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+            (info / "entry_points.txt").write_text(points)
         self.variables = {
             "PYTHONPATH": f"{PROJECT}:{place}",
             "VLLM_PLUGINS": "drafttrain_swap,mend_vllm",
