@@ -385,11 +385,7 @@ class Shipping(Generic[D]):
 
     def exported_weights(self, exported: Path) -> dict[str, Tensor]:
         """Every tensor of an export, also from files that only some kinds have."""
-        weights = read_weights(exported)
-        layers = small_layers(read_config(exported))
-        if layers is not None:
-            weights = widened(layers, weights)
-        return weights
+        return widened(read_config(exported), read_weights(exported))
 
     def drafter_from(self, original: D, export: Exported) -> D:
         """A drafter with the shapes and flags of an export, as an engine reads its keys.
@@ -558,9 +554,7 @@ class Shipping(Generic[D]):
         where = repr(str(folder))
         config = read_config(folder)
         weights = self.published_weights(folder, allow_pickle)
-        layers = small_layers(config)
-        if layers is not None:
-            weights = widened(layers, weights)
+        weights = widened(config, weights)
         found = Exported(where, config, weights)
         try:
             self.check_published(found)

@@ -169,9 +169,12 @@ def with_small_layers(
     return described, made
 
 
-def widened(form: SmallLayers, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of an export with layers in bfloat16. A weight that lacks a part stays in parts."""
+def widened(config: Json, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an export with small layers in bfloat16. A weight that lacks a part stays in parts."""
     made = dict(weights)
+    form = small_layers(config)
+    if form is None:
+        return made
     first = form.parts[0]
     for name in weights:
         own = name.removesuffix(first)
