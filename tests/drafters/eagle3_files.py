@@ -8,6 +8,7 @@ from drafttrain.drafters.eagle3.export import SHIPPING
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.shipping import ExportRequest, find_drafter
 from drafttrain.formats.weights import write_checkpoint
+from tests.drafters.eagle3_options import LATENT
 
 SPECULATORS = "vllm"
 FLAT = "sglang"
@@ -19,6 +20,18 @@ FLAGS = [
     {"attention_bias": True, "mlp_bias": True},
     {"num_hidden_layers": 3, "norm_output": True},
     {"sliding_window": 9},
+    {**LATENT, "num_hidden_layers": 2, "norm_before_residual": True},
+    {
+        **LATENT,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 4.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
     {
         "rope_parameters": {
             "rope_type": "yarn",

@@ -8,6 +8,13 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LATENT = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
 EVERYTHING = {
     "num_hidden_layers": 3,
     "fc_norm": True,

@@ -21,7 +21,7 @@ from drafttrain.errors import UserError
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.target import Target
 from tests.conftest import make_target, make_tokenizer
-from tests.drafters.eagle3_options import EVERYTHING, YARN
+from tests.drafters.eagle3_options import EVERYTHING, LATENT, YARN
 from tests.drafters.helpers import make_batch, make_drafter, run_step
 from tests.drafters.layer_kinds import (
     check_closed_form_start,
@@ -54,6 +54,7 @@ OPTIONS = [
     {"hidden_act": "gelu_pytorch_tanh"},
     {"num_hidden_layers": 2, "sliding_window": 5},
     {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 6},
+    {**LATENT, "num_hidden_layers": 2, "rope_parameters": {**YARN, "mscale_all_dim": 1.0}},
     EVERYTHING,
     {**EVERYTHING, "attention_bias": False, "mlp_bias": False},
 ]
@@ -74,7 +75,8 @@ def test_training_step_k_is_decoding_at_depth_k(target, options):
         drafter = shaken(target, **options)
         drafter.pack()
         biased = options.get("attention_bias") or options.get("mlp_bias")
-        assert (drafter.midlayer.native is None) == bool(biased)
+        missing = biased or "kv_lora_rank" in options
+        assert (drafter.midlayer.native is None) == bool(missing)
 
 
 @pytest.mark.parametrize(

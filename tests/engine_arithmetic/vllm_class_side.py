@@ -23,7 +23,8 @@ def main() -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.model_loader import get_model
 
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -31,8 +32,21 @@ def main() -> None:
     def attend(self, query, key, value, *_, **__):
         """query [t, heads * e] after the keys and values of earlier calls, from position 0 on."""
         query, key, value = (
-            part.view(len(part), -1, self.head_size).transpose(0, 1) for part in (query, key, value)
+            part.view(len(part), -1, self.head_size) for part in (query, key, value)
         )
+        return over(self, query, key, value, self.impl.scale, self.sliding_window)
+
+    def attend_latent(self, query, narrow, rotated, *_, **__):
+        """query [t, heads, e], normed narrow vectors [t, rank], rotated keys of all heads [t, 1, r]."""
+        wide = self.kv_b_proj(narrow)[0].view(len(narrow), self.num_heads, -1)
+        key, value = wide.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        rotated = rotated.view(len(narrow), 1, -1).expand(-1, self.num_heads, -1)
+        key = torch.cat((key, rotated), dim=-1)
+        return over(self, query.view(*key.shape), key, value, self.scale, None)
+
+    def over(self, query, key, value, scale, window):
+        """[t, heads, e] each -> [t, heads * width of the values]."""
+        query, key, value = (part.transpose(0, 1) for part in (query, key, value))
         before = seen.get(self.layer_name)
         if before is not None:
             key = torch.cat((before[0], key), 1)
@@ -42,14 +56,17 @@ def main() -> None:
         total = key.shape[1]
         distance = torch.arange(total - count, total)[:, None] - torch.arange(total)
         mask = distance >= 0
-        if self.sliding_window:
-            mask &= distance < self.sliding_window
+        if window:
+            mask &= distance < window
         out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=self.impl.scale, enable_gqa=True
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
         )
         return out.transpose(0, 1).flatten(1)
 
     Attention.forward = attend
+    MLAAttention.forward = attend_latent
+    # Of queries by head, which latent attention has, vLLM 0.32's operation for CPUs rotates the first head alone.
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
     if not torch.accelerator.is_available():
         torch.accelerator.empty_cache = lambda: (
             None

@@ -19,6 +19,7 @@ from drafttrain.formats.engines import ENGINES
 from tests import engine_arithmetic
 from tests.conftest import loaded_target
 from tests.drafters.block_kinds import BLOCK_KINDS, shaken
+from tests.drafters.eagle3_options import LATENT
 from tests.drafters.layer_kinds import make_kind
 
 WHEEL = os.environ.get("SGLANG_WHEEL", "")
@@ -29,6 +30,7 @@ BLOCK = {"kept": WHOLE, "feature_layers": (2, 4, 5), "mask_token_id": 290}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("eagle1", {"kept": WHOLE, "num_hidden_layers": 2}), ("eagle1", {"kept": WHOLE, "fc_bias": True, "attention_bias": True}),
     ("eagle3", {"kept": KEPT}), ("eagle3", {"kept": KEPT, "fc_norm": True, "norm_output": True, "num_hidden_layers": 3}),
+    ("eagle3", {"kept": KEPT, **LATENT, "fc_norm": True, "norm_output": True}),
     ("eagle3", {"kept": KEPT, "feature_layers": (1, 3, 5, 6)}), ("dflash", BLOCK), ("dspark", {**BLOCK, "markov_rank": 8}),
     ("dspark", {**BLOCK, "markov_rank": 8, "sample_from_anchor": True}),
     ("domino", {**BLOCK, "gru_hidden_dim": 24, "emb_dim": 16}),

@@ -199,6 +199,11 @@ class DecoderConfig(TargetedConfig):
                 f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads={self.num_attention_heads}"
             )
 
+    @property
+    def rotary_dim(self) -> int:
+        """Entries of a head that the rotary embedding may rotate."""
+        return self.head_dim
+
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:
         config = last_layer_config(target.config)
@@ -240,6 +245,11 @@ class DecoderConfig(TargetedConfig):
         return own
 
 
+LATENT_KEYS = (
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+)  # fmt: skip
+
+
 class LayerConfig(DecoderConfig):
     """Decoder layers that read their own output at the next depth (training-time test).
 
@@ -247,6 +257,11 @@ class LayerConfig(DecoderConfig):
         qk_norm: norms per query and key head (Qwen3). attention_bias, mlp_bias: biases of those
             linear layers.
         hidden_act: the MLP's activation.
+        kv_lora_rank: width of the vector from which latent attention (DeepSeek, Kimi) takes keys
+            and values; 0 for grouped-query attention. q_lora_rank: of the queries' vector, 0 for
+            none. qk_nope_head_dim, qk_rope_head_dim: entries of a query or key head without and
+            with rotation, of which head_dim is the sum. v_head_dim: width of a value head. 0 takes
+            the target's.
         ttt_steps: depths trained. depth_decay: weight of depth k is depth_decay ** k.
         depth_share: share of anchors, drawn at every step, that are trained at depths after the
             first. Those losses keep their weight in expectation; less than 1 trains more
@@ -264,12 +279,23 @@ class LayerConfig(DecoderConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
     hidden_act: AnyText = "silu"
+    kv_lora_rank: OwnWidth = 0
+    q_lora_rank: OwnWidth | None = 0
+    qk_nope_head_dim: OwnWidth = 0
+    qk_rope_head_dim: OwnWidth = 0
+    v_head_dim: OwnWidth = 0
     ttt_steps: Depth = 4
     depth_decay: Decay = 0.8
     depth_share: PositiveFraction = 1.0
     later_depths_from: Annotated[float, Field(ge=0, le=0.99)] = 0.0
 
+    @property
+    def rotary_dim(self) -> int:
+        return self.qk_rope_head_dim if self.kv_lora_rank else self.head_dim
+
     def check(self) -> None:
+        if self.kv_lora_rank:
+            self._check_latent()
         super().check()
         if self.hidden_act not in ACT2FN:
             raise UserError(
@@ -282,9 +308,38 @@ class LayerConfig(DecoderConfig):
                 "would lose sight of the text; raise it, or set 0 for no window"
             )
 
+    def _check_latent(self) -> None:
+        """Derives the sizes of latent attention's heads."""
+        sizes = {name: getattr(self, name) for name in LATENT_KEYS}
+        if not self.qk_rope_head_dim or not self.v_head_dim:
+            raise UserError(
+                f"kv_lora_rank={self.kv_lora_rank} is latent attention, whose heads need qk_rope_head_dim and v_head_dim, "
+                f"but {sizes}; set them, or leave kv_lora_rank out"
+            )
+        self.q_lora_rank = self.q_lora_rank or 0
+        self.head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
+        self.num_key_value_heads = self.num_attention_heads
+        if self.qk_rope_head_dim % 2 or self.v_head_dim > self.head_dim:
+            raise UserError(
+                f"latent attention rotates pairs of qk_rope_head_dim={self.qk_rope_head_dim} entries, and its values "
+                f"(v_head_dim={self.v_head_dim}) are at most as wide as its keys ({self.head_dim}); change these sizes"
+            )
+        for key in ("qk_norm", "attention_bias", "sliding_window"):
+            if getattr(self, key):
+                raise UserError(
+                    f"{key} is not computed by latent attention (kv_lora_rank); drop it"
+                )
+
     @classmethod
     def shapes(cls, target: Target, options: Json) -> Json:
-        return {**super().shapes(target, options), "qk_norm": has_head_norms(target.layers[-1])}
+        own = super().shapes(target, options)
+        if not options.get("kv_lora_rank"):
+            own["qk_norm"] = has_head_norms(target.layers[-1])
+            return own
+        config = last_layer_config(target.config)
+        for name in LATENT_KEYS:
+            own[name] = getattr(config, name, None) or 0
+        return own
 
 
 class LastStateConfig(LayerConfig):

@@ -5,6 +5,7 @@ Tokens are flat, [t, ...]; an `Attend` selects the keys that each of them sees.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -157,37 +158,32 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention.
+class Attending(nn.Module):
+    """Attention of a layer's tokens: kinds of it say what queries, keys, values and outputs are.
 
-    Args:
-        width: of the input, which may exceed the output's (EAGLE-3 reads embedding ++ state).
+    Attributes:
+        heads, kv_heads: numbers of query heads, and of key and value heads. head_dim: e, their width.
+        o_proj: projection of what the heads have read, to the state.
+        attention_sink_bias: [heads] logits of keys without values; None for none.
     """
 
-    def __init__(self, config: LayerShape, width: int):
-        super().__init__()
-        bias = config.attention_bias
-        eps = config.rms_norm_eps
-        e = config.head_dim
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.head_dim = e
-        self.q_proj = nn.Linear(width, self.heads * e, bias=bias)
-        self.k_proj = nn.Linear(width, self.kv_heads * e, bias=bias)
-        self.v_proj = nn.Linear(width, self.kv_heads * e, bias=bias)
-        self.o_proj = nn.Linear(self.heads * e, config.hidden_size, bias=bias)
-        self.q_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
-        self.attention_sink_bias: nn.Parameter | None = None
-        if config.attention_sink_bias:
-            self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads))
+    heads: int
+    kv_heads: int
+    head_dim: int
+    o_proj: nn.Linear
+    attention_sink_bias: nn.Parameter | None = None
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, width]; cos, sin [t, 1, r] -> rotated keys and values [t, kv_heads, e]."""
-        shape = (-1, self.kv_heads, self.head_dim)
-        key = self.k_norm(self.k_proj(x).view(shape))
-        value = self.v_proj(x).view(shape)
-        return rotate(key, cos, sin), value
+        raise NotImplementedError
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As `keys_values` -> rotated queries [t, heads, e]."""
+        raise NotImplementedError
+
+    def output(self, read: Tensor) -> Tensor:
+        """[t, heads * e] that the heads have read -> [t, hidden]."""
+        return self.o_proj(read)
 
     def forward(
         self,
@@ -211,10 +207,117 @@ class Attention(nn.Module):
             x = x[queries]
             cos = cos[queries]
             sin = sin[queries]
-        # One name for both, so that only the rotated queries live while they attend.
-        query = self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim))  # [tq, heads, e]
-        query = rotate(query, cos, sin)
-        return self.o_proj(attend(query, key, value))
+        return self.output(attend(self.queries(x, cos, sin), key, value))
+
+
+class Attention(Attending):
+    """Grouped-query attention.
+
+    Args:
+        width: of the input, which may exceed the output's (EAGLE-3 reads embedding ++ state).
+    """
+
+    def __init__(self, config: LayerShape, width: int):
+        super().__init__()
+        bias = config.attention_bias
+        eps = config.rms_norm_eps
+        e = config.head_dim
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = e
+        self.q_proj = nn.Linear(width, self.heads * e, bias=bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * e, bias=bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * e, bias=bias)
+        self.o_proj = nn.Linear(self.heads * e, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
+        if config.attention_sink_bias:
+            self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads))
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (-1, self.kv_heads, self.head_dim)
+        key = self.k_norm(self.k_proj(x).view(shape))
+        value = self.v_proj(x).view(shape)
+        return rotate(key, cos, sin), value
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        query = self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim))
+        return rotate(query, cos, sin)
+
+
+class LatentAttention(Attending):
+    """Multi-head latent attention: keys and values come from one narrow vector per token.
+
+    The last `qk_rope_head_dim` entries of a head are rotated, in pairs of neighbours; all heads
+    share those of the keys. Our cache holds keys and values of all heads, the values with zeros
+    up to the keys' width; engines keep the narrow vectors.
+
+    Source: DeepSeek-V2, arXiv 2405.04434; names and norms as in vLLM's DeepseekV2MLAAttention.
+
+    Args:
+        width: as of `Attention`.
+    """
+
+    def __init__(self, config: LayerConfig, width: int):
+        super().__init__()
+        eps = config.rms_norm_eps
+        h = config.hidden_size
+        self.rank = config.kv_lora_rank
+        self.plain = config.qk_nope_head_dim  # entries that are not rotated
+        self.rotated = config.qk_rope_head_dim
+        self.value_dim = config.v_head_dim
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        outs = self.heads * self.head_dim
+        if config.q_lora_rank:
+            self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, outs, bias=False)
+        else:
+            self.q_proj = nn.Linear(width, outs, bias=False)
+        self.narrow_queries = bool(config.q_lora_rank)
+        self.kv_a_proj_with_mqa = nn.Linear(width, self.rank + self.rotated, bias=False)
+        self.kv_a_layernorm = RMSNorm(self.rank, eps)
+        of_head = self.plain + self.value_dim
+        self.kv_b_proj = nn.Linear(self.rank, self.heads * of_head, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.value_dim, h, bias=False)
+        self.sharpness = _yarn_sharpness(config.rope_parameters or {})
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        narrow, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rotated], dim=-1)
+        shared = rotate(_halves(shared[:, None]), cos, sin)  # [t, 1, r]
+        wide = self.kv_b_proj(self.kv_a_layernorm(narrow)).unflatten(-1, (self.heads, -1))
+        plain, value = wide.split([self.plain, self.value_dim], dim=-1)
+        key = torch.cat((plain, shared.expand(-1, self.heads, -1)), dim=-1)
+        return key, F.pad(value, (0, self.head_dim - self.value_dim))
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.narrow_queries:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        else:
+            query = self.q_proj(x)
+        query = query.view(-1, self.heads, self.head_dim)
+        plain, rotated = query.split([self.plain, self.rotated], dim=-1)
+        rotated = rotate(_halves(rotated), cos, sin)
+        return torch.cat((plain, rotated), dim=-1) * self.sharpness
+
+    def output(self, read: Tensor) -> Tensor:
+        by_head = read.view(-1, self.heads, self.head_dim)[..., : self.value_dim]
+        return self.o_proj(by_head.flatten(1))
+
+
+def _halves(x: Tensor) -> Tensor:
+    """[..., r] of pairs of neighbours -> of halves, as `rotate` takes them."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def _yarn_sharpness(rope: Json) -> float:
+    """Factor of latent attention's scores under YaRN, which DeepSeek's configs call `mscale_all_dim`."""
+    share = rope.get("mscale_all_dim")
+    if rope.get("rope_type") != "yarn" or not share:
+        return 1.0
+    return (0.1 * share * math.log(rope["factor"]) + 1.0) ** 2
 
 
 class WithHead:
@@ -279,7 +382,11 @@ class DraftLayer(nn.Module):
         # With embeddings, the input norm is theirs, and the state has a norm of its own.
         self.input_layernorm = RMSNorm(embed_width or h, eps) if normed else nn.Identity()
         self.hidden_norm = RMSNorm(h, eps) if embed_width else None
-        self.self_attn = Attention(config, embed_width + h)
+        self.self_attn: Attending
+        if isinstance(config, LayerConfig) and config.kv_lora_rank:
+            self.self_attn = LatentAttention(config, embed_width + h)
+        else:
+            self.self_attn = Attention(config, embed_width + h)
         self.post_attention_layernorm = RMSNorm(h, eps)
         self.mlp = LlamaMLP(config)  # gated, with the config's activation and biases
         # Whether the activation is the tanh form of GELU; None: a form that the kernels lack.
@@ -293,9 +400,9 @@ class DraftLayer(nn.Module):
 
         Layers whose form the kernels lack stay as they are.
         """
-        if self.native_gelu is None:
-            return
         attention = self.self_attn
+        if self.native_gelu is None or not isinstance(attention, Attention):
+            return
         norms = {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
         if self.hidden_norm is None:
             norms["input_norm"] = self.input_layernorm

@@ -60,13 +60,17 @@ def unsupported_by_llama(
     config: LayerConfig,
     windows: bool = False,
     partial: bool = False,
+    latent: bool = False,
 ) -> list[str]:
     """The features of a drafter's layers that an engine's Llama layer does not support.
 
     Args:
-        windows, partial: the engine's layer has sliding windows, and partly rotated heads.
+        windows, partial, latent: the engine's layer has sliding windows, partly rotated heads, and
+            latent attention.
     """
     found = []
+    if config.kv_lora_rank and not latent:
+        found.append("kv_lora_rank: the engine's layer has no latent attention")
     act = config.hidden_act
     if act != "silu":
         found.append(f"hidden_act={act!r}: the engine's MLP raises on anything but silu")

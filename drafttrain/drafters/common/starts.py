@@ -60,11 +60,7 @@ POWER = 8.0
 SCORE = 8.0
 # RMS of a learned mask, small against the prediction that attention adds to it.
 MASK = 0.1
-# Linear layers of a decoder layer, by block.
-PROJECTIONS = {
-    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
+BLOCKS = ("self_attn", "mlp")  # of a decoder layer
 
 
 def norm_weight(module: nn.Module) -> Tensor | None:
@@ -123,7 +119,6 @@ def copy_layer(ours: DraftLayer, theirs: nn.Module) -> list[str]:
     The `hidden_norm` of a layer that has one takes their input norm.
     """
     attention = ours.self_attn
-    their_attention = getattr(theirs, "self_attn", None)
     # Families with four norms per layer name the norm before the MLP differently.
     before_mlp = getattr(theirs, "pre_feedforward_layernorm", None)
     if before_mlp is None:
@@ -134,23 +129,24 @@ def copy_layer(ours: DraftLayer, theirs: nn.Module) -> list[str]:
     norms = {
         input_norm: (getattr(ours, input_norm), getattr(theirs, "input_layernorm", None)),
         "post_attention_layernorm": (ours.post_attention_layernorm, before_mlp),
-        "self_attn.q_norm": (attention.q_norm, getattr(their_attention, "q_norm", None)),
-        "self_attn.k_norm": (attention.k_norm, getattr(their_attention, "k_norm", None)),
     }
 
     copied = []
     for name, (own, other) in norms.items():
         if isinstance(own, RMSNorm) and copy_norm(own, other):
             copied.append(name)
-    for block, names in PROJECTIONS.items():
-        our_block = getattr(ours, block)
+    for block in BLOCKS:
         their_block = getattr(theirs, block, None)
-        for name in names:
+        for name, own in getattr(ours, block).named_children():
+            other = getattr(their_block, name, None)
             repeated = 0
             if name in ("k_proj", "v_proj"):
                 repeated = attention.head_dim
-            other = getattr(their_block, name, None)
-            if copy_linear(getattr(our_block, name), other, repeated):
+            if isinstance(own, RMSNorm):
+                done = copy_norm(own, other)
+            else:
+                done = isinstance(own, nn.Linear) and copy_linear(own, other, repeated)
+            if done:
                 copied.append(f"{block}.{name}")
     return copied
 

@@ -425,7 +425,7 @@ class DecoderDrafter(WithHead, TrainableDrafter):  # type: ignore[misc]  # as `T
         config = self.config
         self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
-        self.rotary = Rotary(config.head_dim, config.rope_parameters)
+        self.rotary = Rotary(config.rotary_dim, config.rope_parameters)
         self.cache_shape = CacheShape(
             tuple(windows) or (config.sliding_window,) * layers,
             config.num_key_value_heads,

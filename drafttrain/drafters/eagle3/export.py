@@ -7,6 +7,7 @@
                                                                 name under which SGLang reads it
     kept_ids [d]      d2t [d] int64 = kept_ids - arange(d), t2d [v] bool; both left out when the whole vocabulary is kept,
                       because vLLM then knows no such parameter
+    (latent attention: both in the flat form, as Eagle3DeepseekV2ForCausalLM)
     config keys       LAYER_KEYS in transformer_layer_config,   all in one config, flags that are false left out: SpecForge
                       HEAD_KEYS in the config                   takes `norm_output: false` for a head without last norm
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from drafttrain.drafters.common.configs import LATENT_KEYS
 from drafttrain.drafters.common.llama_layers import layer_keys, set_features, unsupported_by_llama
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.drafters.eagle3.reading import (
@@ -60,6 +62,7 @@ from drafttrain.target.loading import architectures_of
 
 # First release with windows, norms of features and output, several layers, any number of features.
 _SGLANG_ANY_HEAD = "0.5.12"
+_SGLANG_LATENT = "0.5.23"  # the release that was read; earlier ones may have latent attention too
 _NOT_IN_LLAMA = (
     "attention_bias", "mlp_bias", "qk_norm", "fc_norm", "norm_before_fc", "norm_output", "image_embeds",
 )  # fmt: skip
@@ -72,7 +75,8 @@ def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
     sglang = engine.name == "SGLang"
     old = sglang and engine.before(_SGLANG_ANY_HEAD)
     windows = vllm or (sglang and not old)
-    found = unsupported_by_llama(config, windows=windows, partial=vllm)
+    latent = vllm or (sglang and not engine.before(_SGLANG_LATENT))
+    found = unsupported_by_llama(config, windows=windows, partial=vllm, latent=latent)
     if config.hidden_size != config.target_hidden_size:
         found.append(
             f"hidden_size={config.hidden_size} differs from the target's {config.target_hidden_size}: the engine concatenates "
@@ -85,6 +89,8 @@ def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
         found.append(
             f"feature_layers={layers}: the engine collects target states in ascending order, each once"
         )
+    if config.kv_lora_rank:
+        return found + _unsupported_latent(config, engine.name)
     if vllm:
         lacks = "with qk_norm: vLLM's class for normed queries and keys (Qwen3) has"
         if config.qk_norm and config.mlp_bias:
@@ -110,6 +116,21 @@ def unsupported_features(drafter: Eagle3, engine: EngineRelease) -> list[str]:
     count = config.num_hidden_layers
     if count != 1 and (old or not sglang):
         found.append(f"num_hidden_layers={count}: the engine loads one layer of this form{newer}")
+    return found
+
+
+def _unsupported_latent(config: Eagle3Config, engine: str) -> list[str]:
+    """What the engines' class for heads with latent attention does not compute."""
+    missing = ["mlp_bias", "norm_before_fc"]
+    if engine == "SGLang":
+        missing.append("norm_before_residual")
+    lacks = f"{engine}'s class for heads with latent attention has no such thing"
+    found = set_features(config, dict.fromkeys(missing, lacks))
+    if not config.q_lora_rank:
+        found.append(f"q_lora_rank=0: {engine} joins q_a_proj and kv_a_proj and needs both")
+    count = config.num_hidden_layers
+    if engine == "SGLang" and count != 1:
+        found.append(f"num_hidden_layers={count}: {engine}'s class has one layer")
     return found
 
 
@@ -165,7 +186,11 @@ def _flat_config(
     everywhere: bool,
 ) -> Json:
     """The config in the flat form. everywhere: SGLang supports the head too, not vLLM alone."""
-    if everywhere:
+    if config.kv_lora_rank and everywhere:
+        architecture = "Eagle3DeepseekV2ForCausalLM"
+    elif config.kv_lora_rank:
+        architecture = "Eagle3DeepseekV3ForCausalLM"
+    elif everywhere:
         architecture = "LlamaForCausalLMEagle3"
     elif config.qk_norm:
         architecture = "Eagle3Qwen3ForCausalLM"
@@ -210,16 +235,21 @@ class Eagle3Files(Shipping[Head]):
         if reasons:
             raise UserError(f"this head cannot be written for {form}: {'; '.join(reasons)}")
         config: Eagle3Config = drafter.config  # type: ignore[assignment]
+        fields = config.to_dict()
         # Norms of queries and keys make a layer Qwen3's.
         decoder: Json = {"model_type": "qwen3" if config.qk_norm else "llama"}
         decoder |= layer_keys(config)
+        if config.kv_lora_rank:
+            # DeepSeek-V3's type would make vLLM read an MTP module.
+            decoder["model_type"] = "deepseek_v2"
+            del decoder["head_dim"]  # engines read the rotated part's there
+            decoder |= {name: fields[name] or None for name in LATENT_KEYS}
         decoder["num_aux_hidden_states"] = len(config.feature_layers)
         if config.sliding_window:
             decoder["sliding_window"] = config.sliding_window
             decoder["layer_types"] = ["sliding_attention"] * config.num_hidden_layers
-        fields = config.to_dict()
         head = {name: fields[name] for name in HEAD_KEYS}
-        if form == "vllm":
+        if form == "vllm" and not config.kv_lora_rank:
             described = _speculators_config(config, head, decoder, request)
         else:
             everywhere = not unsupported_features(drafter, engine_of("sglang"))
@@ -352,7 +382,10 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
             return [("model.safetensors", whom), *self.publish_gguf(trained, request)]
 
         # Both forms; the root's config.json holds our own keys too.
-        for form, place in (("vllm", folder / "speculators"), ("sglang", folder)):
+        places = [("vllm", folder / "speculators"), ("sglang", folder)]
+        if config.kv_lora_rank:  # has one form
+            del places[0]
+        for form, place in places:
             described = self.engine_config(head, form, request)
             weights = self.engine_weights(head, described)
             write_checkpoint(place, described, weights, request.dtype)
@@ -373,7 +406,9 @@ class Eagle3Shipping(GgufHeads[Eagle3], Eagle3Files[Eagle3]):
             f"the head as {described['architectures'][0]}, for {', '.join(engines)} and drafttrain"
         )
         other = "the head in speculators' form, for vLLM and speculators"
-        files = [("model.safetensors", flat), ("speculators/model.safetensors", other)]
+        files = [("model.safetensors", flat)]
+        if not config.kv_lora_rank:
+            files.append(("speculators/model.safetensors", other))
         return files + self.publish_gguf(trained, request)
 
     def recognizes(self, config: Mapping[str, object]) -> bool:

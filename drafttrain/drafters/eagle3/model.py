@@ -19,7 +19,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from drafttrain.drafters.base import KeepTokens
+from drafttrain.batch import Batch
+from drafttrain.drafters.base import KeepTokens, Source
 from drafttrain.drafters.common import starts
 from drafttrain.drafters.common.configs import FeatureLayer, LayerConfig, OwnWidth
 from drafttrain.drafters.common.layer_model import LayerDrafter
@@ -88,7 +89,6 @@ class Eagle3(LayerDrafter):
     kind = "eagle3"
     lm_head: nn.Linear
     reads_features = "fc.weight"
-    solve_start = starts.linear_start
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -189,6 +189,11 @@ class Eagle3(LayerDrafter):
         if copied:
             names += copied[0]
         return names
+
+    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
+        if self.config.kv_lora_rank:
+            return None  # the narrow vectors of latent attention cannot hold the map
+        return starts.linear_start(self, batches, source)
 
     @torch.no_grad()
     def take_words(self, target: Target, kept_ids: Tensor) -> bool:

@@ -3,6 +3,7 @@
 LlamaForCausalLM with draft_vocab_size   SafeAILab/EAGLE, the authors'
 LlamaForCausalLMEagle3                   SpecForge 0.2, TensorRT-LLM, ModelOpt (its own keys in eagle_config), NeMo Automodel
 Eagle3LlamaForCausalLM                   AngelSlim
+Eagle3DeepseekV2ForCausalLM              with latent attention, for vLLM and SGLang; DeepseekV3Eagle3DraftModel of NeMo Automodel
 speculators_model_type eagle3, peagle    speculators 0.8
 """
 
@@ -16,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from drafttrain.drafters.common.configs import LATENT_KEYS
 from drafttrain.drafters.common.layers import Rotary
 from drafttrain.drafters.common.llama_layers import LAYER_KEYS
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
@@ -74,7 +76,7 @@ class _Published(_PublishedLayer, total=False):
 
 # What `head_fields`, `foreign_head` and the kinds read of a published config.
 PUBLISHED_KEYS = {
-    *LAYER_KEYS, *HEAD_KEYS, *LAYER_FORMS, *_Published.__annotations__, *_EagleKeys.__annotations__, "mask_token_id",
+    *LAYER_KEYS, *LATENT_KEYS, *HEAD_KEYS, *LAYER_FORMS, *_Published.__annotations__, *_EagleKeys.__annotations__, "mask_token_id",
     "ptd_token_id", "pard_token", "parallel_drafting",
 }  # fmt: skip
 FIXED_KEYS = {
@@ -87,6 +89,9 @@ FIXED_KEYS = {
     ),
     "use_last_layernorm": Fixed((True,), "has no norm before its head (use_last_layernorm false)"),
     "use_mtp_layernorm": Fixed((False,), "has an MTP module's norms (use_mtp_layernorm)"),
+    "rope_interleave": Fixed(
+        (True,), "rotates halves of latent attention's heads (rope_interleave false)"
+    ),
     "parallel_draft_step": Fixed(
         (0, 1), "has Medusa-like heads beside its own (parallel_draft_step above 1)"
     ),
@@ -158,7 +163,7 @@ def drop_whole_table(found: dict[str, Tensor], vocab_size: int) -> None:
 def _check_frequencies(name: str, stored: Tensor, checkpoint: Exported) -> None:
     """Raises UserError if stored rotary frequencies are not those of the config."""
     layer = checkpoint.config.get("transformer_layer_config", checkpoint.config)
-    width = layer.get("head_dim")
+    width = layer.get("qk_rope_head_dim") or layer.get("head_dim")
     if not width:
         width = layer["hidden_size"] // layer["num_attention_heads"]
     expected = Rotary(width, published_rope(layer)).frequencies
@@ -241,6 +246,8 @@ def head_fields(checkpoint: Exported, target: Json) -> Json:
             fields[name] = value_of(place, name, default)
             if fields[name] is None:
                 raise UserError(f"{checkpoint.where}: config.json has no {name}; it is needed")
+    for name in LATENT_KEYS:
+        fields[name] = value_of(layer, name, 0)
     eagle = value_of(config, "eagle_config", {})
     fields["norm_before_fc"] |= value_of(eagle, "norm_before_fc", False)
     fields["qk_norm"] = any("self_attn.q_norm" in name for name in checkpoint.weights)

@@ -71,7 +71,7 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     @torch.no_grad()
-    def solve_start(self, batches: list[Batch], source: Source) -> float:
+    def solve_start(self, batches: list[Batch], source: Source) -> float | None:
         """As EAGLE-3's; `mask_hidden` starts as the mean of the features that it replaces."""
         total = torch.zeros(self.mask_hidden.shape[-1], device=self.mask_hidden.device)
         count = 0
