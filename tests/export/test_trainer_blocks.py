@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from drafttrain.drafters.registry import kind_class
+from drafttrain.cli import main
+from drafttrain.drafters.common.tree_spec import TreeSpec
+from drafttrain.drafters.registry import kind_class, load_drafter
 from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from drafttrain.target import Target
-from tests.conftest import make_target
+from tests.conftest import loaded_target, make_target
 from tests.drafters.block_kinds import MIXED, block_states, shaken
+from tests.drafters.eagle3_options import LATENT
 
 WHEEL = os.environ.get("NEMO_WHEEL", "")
 WHOLE = {"kept": torch.arange(300), "mask_token_id": 290}
@@ -160,3 +163,63 @@ def test_a_trainer_computes_what_our_drafter_does(tmp_path, monkeypatch, kind, f
         bent = hidden[:, drafter.config.hidden_size :]
         torch.testing.assert_close(drafter.correction_out(bent[1:]), wanted, rtol=1e-4, atol=1e-5)
         assert not bent[0].any()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not WHEEL, reason="NEMO_WHEEL is not set")
+@torch.no_grad()
+def test_nemos_head_with_latent_attention_is_imported_and_computes_the_same(tmp_path, monkeypatch):
+    """Of two depths, the second of which reads the first one's state beside the keys of both."""
+    from transformers import PreTrainedConfig
+
+    target = loaded_target(tmp_path / "target", layers=8)
+    layer = {
+        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 256,
+    }  # fmt: skip
+    described = {
+        **layer, **LATENT, "architectures": ["DeepseekV3Eagle3DraftModel"], "model_type": "deepseek_v3", "vocab_size": 300,
+        "draft_vocab_size": 120, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "fc_norm": True,
+        "pad_token_id": 0, "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+    }  # fmt: skip
+    trainer = Trainer(
+        WHEEL,
+        "nemo_automodel.components.speculative.eagle",
+        {"DeepseekV3Eagle3DraftModel": "draft_deepseek"},
+    )
+    torch.manual_seed(0)
+    kind = class_of(trainer, "DeepseekV3Eagle3DraftModel", monkeypatch)
+    theirs = kind(PreTrainedConfig(**described)).float().eval()
+    for weight in theirs.parameters():
+        if weight.dim() == 1:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    theirs.model.embed_tokens.weight.copy_(target.embed_weight)
+    theirs.set_vocab_mapping(torch.arange(40, 280, 2))
+    written = tmp_path / "theirs"
+    written.mkdir()
+    (written / "config.json").write_text(json.dumps(described))
+    save_file(theirs.state_dict(), written / "model.safetensors")
+    words = ["import", "--checkpoint", str(written), "--target", str(target.path)]
+    assert main([*words, "--output", str(tmp_path / "ours")]) == 0
+    ours = load_drafter(str(tmp_path / "ours"), target)
+
+    tokens = torch.randint(280, (18,))
+    features = torch.randn(17, 96)
+    session = ours.start(tokens[:1], 64)
+    session.extend(tokens[1:], features)
+    tree = session.propose(TreeSpec.parse("chain:2"))
+    state = theirs.project_hidden_states(features[None])
+    cache: list[list[torch.Tensor]] = [[], []]
+    read = tokens[1:]
+    scores = []
+    for _ in range(2):
+        state = theirs(read[None], state, torch.ones(1, 17), cache_hidden=cache)
+        scores.append(theirs.compute_logits(state)[0, -1].log_softmax(-1).max(-1))
+        # The next depth reads, at every place, the token behind the one read before.
+        drafted = ours.kept_ids[scores[-1].indices]
+        read = torch.cat((read[1:], drafted[None]))
+    assert tree.tokens.tolist() == [int(ours.kept_ids[score.indices]) for score in scores]
+    values = torch.stack([score.values for score in scores]).cumsum(0)
+    apart = float((tree.log_probs - values).abs().max())
+    print(f"{apart:.1e}")
+    assert apart < 1e-5

@@ -76,8 +76,8 @@ class _Published(_PublishedLayer, total=False):
 
 # What `head_fields`, `foreign_head` and the kinds read of a published config.
 PUBLISHED_KEYS = {
-    *LAYER_KEYS, *LATENT_KEYS, *HEAD_KEYS, *LAYER_FORMS, *_Published.__annotations__, *_EagleKeys.__annotations__, "mask_token_id",
-    "ptd_token_id", "pard_token", "parallel_drafting",
+    *LAYER_KEYS, *LATENT_KEYS, *HEAD_KEYS, *LAYER_FORMS, *_Published.__annotations__, *_EagleKeys.__annotations__,
+    "mask_token_id", "ptd_token_id", "pard_token", "parallel_drafting",
 }  # fmt: skip
 FIXED_KEYS = {
     "use_aux_hidden_state": Fixed(
