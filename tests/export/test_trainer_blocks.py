@@ -193,6 +193,8 @@ def test_nemos_head_with_latent_attention_is_imported_and_computes_the_same(tmp_
     for weight in theirs.parameters():
         if weight.dim() == 1:
             torch.nn.init.uniform_(weight, 0.5, 1.5)
+        else:
+            torch.nn.init.normal_(weight, std=0.3)
     theirs.model.embed_tokens.weight.copy_(target.embed_weight)
     theirs.set_vocab_mapping(torch.arange(40, 280, 2))
     written = tmp_path / "theirs"
