@@ -117,14 +117,15 @@ def test_its_sizes_are_the_targets_and_its_weights_too(tmp_path):
 
 def test_both_engines_get_one_form_which_comes_back_from_their_names(tmp_path):
     target = make_target(layers=8)
-    head = make_head(target, **LATENT, rope_parameters=YARN)
+    head = make_head(target, **LATENT, rope_parameters=YARN, fc_norm=True)
     write_eagle3(head, tmp_path / "v", SPECULATORS, dtype=torch.float32)
     write_eagle3(head, tmp_path / "s", FLAT, dtype=torch.float32)
     described = load_json(tmp_path / "v" / "config.json")
     assert described == load_json(tmp_path / "s" / "config.json")
     assert described["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
     assert described["model_type"] == "deepseek_v2" and "head_dim" not in described
-    # A published config has the keys of its target's experts too, and NeMo's class another name.
+    # Published configs have the keys of their targets' experts too, and earlier or other names.
+    described["use_aux_norm"] = described.pop("fc_norm")
     described |= {"n_routed_experts": 256, "scoring_func": "sigmoid", "rope_interleave": True}
     dump_json(
         tmp_path / "v" / "config.json",

@@ -29,11 +29,11 @@ REAL = {
     f"sglang.srt.{name}"
     for name in (
         "models.llama", "models.llama_eagle", "models.llama_eagle3", "models.dflash", "models.dspark", "speculative.dflash_utils",
-        "speculative.dspark_components.dspark_config",
+        "speculative.dspark_components.dspark_config", "models.kimi_k25_eagle3",
     )
 }  # fmt: skip
 MODULES = {"LlamaForCausalLMEagle": "llama_eagle", "LlamaForCausalLMEagle3": "llama_eagle3", "DFlashDraftModel": "dflash",
-           "Qwen3DSparkModel": "dspark"}  # fmt: skip
+           "Qwen3DSparkModel": "dspark", "Eagle3DeepseekV2ForCausalLM": "kimi_k25_eagle3"}  # fmt: skip
 REACHED: set[int] = set()  # ids of the parameters that a loader wrote to
 USED: set[int] = set()  # ids of the tensors that it wrote
 
@@ -117,6 +117,32 @@ class Norm(Anything):
         self.weight = parameter(size)
 
 
+class Latent(Anything):
+    def __init__(
+        self, hidden_size, num_heads, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, q_lora_rank, kv_lora_rank, **_
+    ):  # fmt: skip
+        super().__init__()
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.q_lora_rank = q_lora_rank
+        self.kv_lora_rank = kv_lora_rank
+        self.q_a_layernorm = Norm(q_lora_rank)
+        self.kv_a_layernorm = Norm(kv_lora_rank)
+        self.q_b_proj = Linear(
+            q_lora_rank, num_heads * (qk_nope_head_dim + qk_rope_head_dim), False
+        )
+        self.kv_b_proj = Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), False)
+        self.o_proj = Linear(num_heads * v_head_dim, hidden_size, False)
+
+
+class GatedMLP(Anything):
+    def __init__(self, hidden_size, intermediate_size, **_):
+        super().__init__()
+        self.gate_up_proj = Merged(hidden_size, [intermediate_size] * 2, False)
+        self.down_proj = Linear(intermediate_size, hidden_size, False)
+
+
 class Struct:
     def __init_subclass__(cls, **_):
         pass
@@ -134,7 +160,8 @@ STAND_INS = {
     "get_attention_tp_size": lambda: 1, "get_attention_tp_rank": lambda: 0, "is_npu": lambda: False, "is_hip": lambda: False,
     "get_parallel": lambda: types.SimpleNamespace(tp_size=1, tp_rank=0, attn_tp_size=1, attn_tp_rank=0, pp_group=MagicMock()),
     "append_stages": lambda *_: (None, None), "get_layer_id": lambda name: None,
-    "maybe_remap_kv_scale_name": lambda name, _: name,
+    "maybe_remap_kv_scale_name": lambda name, _: name, "DeepseekV2AttentionMLA": Latent, "DeepseekV2MLP": GatedMLP,
+    "get_embedding_tp_kwargs": dict,
 }  # fmt: skip
 
 

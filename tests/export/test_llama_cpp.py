@@ -43,10 +43,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "dspark", {"kept": KEPT, "markov_rank": 8}),
     ("qwen3", "dspark", {"mask_token_id": 7, "markov_rank": 16, "block_size": 5}),
     ("llama", "dspark", {"mask_token_id": 7, "markov_rank": 8, "block_size": 4, "sample_from_anchor": True}),
-    ("llama", "dflash2", {"kept": KEPT, "markov_rank": 8}),
-    ("qwen3", "dflash2", {"mask_token_id": 7, "markov_rank": 16, "block_size": 5, "conv_kernel_size": 3, "conv_group_size": 8}),
+    # A file names at most 5 candidates of states of 32: ours rescore as many.
+    ("llama", "dflash2", {"kept": KEPT, "markov_rank": 8, "selector_top_k": 5}),
+    ("qwen3", "dflash2", {"mask_token_id": 7, "markov_rank": 16, "selector_top_k": 4, "block_size": 5,
+                          "conv_kernel_size": 3, "conv_group_size": 8}),
     ("llama", "dflash", {"mask_token_id": 7, "sliding_window": 12}),
-    ("llama", "dflash2", {"mask_token_id": 7, "markov_rank": 8, "sliding_window": 12}),
+    ("llama", "dflash2", {"mask_token_id": 7, "markov_rank": 8, "selector_top_k": 5, "sliding_window": 12}),
     ("llama", "dflash", {"mask_token_id": 7, "sliding_window": 12, "num_hidden_layers": 3,
                          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 ]  # fmt: skip

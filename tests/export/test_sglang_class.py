@@ -36,6 +36,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("domino", {**BLOCK, "gru_hidden_dim": 24, "emb_dim": 16}),
     ("domino", {**BLOCK, "gru_hidden_dim": 24, "emb_dim": 16, "sample_from_anchor": True}),
 ]  # fmt: skip
+# What SGLang joins into one tensor.
+JOINED = {f"midlayer.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
 # What SGLang lends from the target.
 LENT = {"embed_tokens.weight", "lm_head.weight", "model.embed_tokens.weight"}
 
@@ -79,4 +81,5 @@ def test_sglang_takes_every_tensor_of_what_its_release_supports(tmp_path):
             "d2t",
             "t2d",
             *(f"layers.{i}.hidden_norm.weight" for i in range(1, 9)),
+            *JOINED,
         }, loaded

@@ -171,7 +171,7 @@ class Attending(nn.Module):
     kv_heads: int
     head_dim: int
     o_proj: nn.Linear
-    attention_sink_bias: nn.Parameter | None = None
+    attention_sink_bias: nn.Parameter | None
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x [t, width]; cos, sin [t, 1, r] -> rotated keys and values [t, kv_heads, e]."""
@@ -231,6 +231,7 @@ class Attention(Attending):
         self.o_proj = nn.Linear(self.heads * e, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(e, eps) if config.qk_norm else nn.Identity()
+        self.attention_sink_bias = None
         if config.attention_sink_bias:
             self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads))
 
@@ -276,6 +277,7 @@ class LatentAttention(Attending):
             self.q_b_proj = nn.Linear(config.q_lora_rank, outs, bias=False)
         else:
             self.q_proj = nn.Linear(width, outs, bias=False)
+        self.attention_sink_bias = None
         self.narrow_queries = bool(config.q_lora_rank)
         self.kv_a_proj_with_mqa = nn.Linear(width, self.rank + self.rotated, bias=False)
         self.kv_a_layernorm = RMSNorm(self.rank, eps)

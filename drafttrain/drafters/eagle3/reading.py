@@ -72,6 +72,7 @@ class _Published(_PublishedLayer, total=False):
     eagle_config: _EagleKeys | None
     eagle_aux_hidden_state_layer_ids: list[int] | None
     norm_before_fc: bool | None
+    use_aux_norm: bool | None  # fc_norm's earlier name
 
 
 # What `head_fields`, `foreign_head` and the kinds read of a published config.
@@ -249,6 +250,7 @@ def head_fields(checkpoint: Exported, target: Json) -> Json:
     for name in LATENT_KEYS:
         fields[name] = value_of(layer, name, 0)
     eagle = value_of(config, "eagle_config", {})
+    fields["fc_norm"] |= value_of(config, "use_aux_norm", False)
     fields["norm_before_fc"] |= value_of(eagle, "norm_before_fc", False)
     fields["qk_norm"] = any("self_attn.q_norm" in name for name in checkpoint.weights)
     fields["sliding_window"] = 0
