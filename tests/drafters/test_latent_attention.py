@@ -126,7 +126,7 @@ def test_both_engines_get_one_form_which_comes_back_from_their_names(tmp_path):
     assert described["model_type"] == "deepseek_v2" and "head_dim" not in described
     # Published configs have the keys of their targets' experts too, and earlier or other names.
     described["use_aux_norm"] = described.pop("fc_norm")
-    described |= {"n_routed_experts": 256, "scoring_func": "sigmoid", "rope_interleave": True}
+    described |= {"head_dim": 4, "n_routed_experts": 256, "scoring_func": "sigmoid", "rope_interleave": True}
     dump_json(
         tmp_path / "v" / "config.json",
         {**described, "architectures": ["DeepseekV3Eagle3DraftModel"]},
@@ -166,6 +166,7 @@ def test_what_engines_lack_is_refused(engine, options, reasons):
         ({"kv_lora_rank": 12}, "heads need qk_rope_head_dim and v_head_dim"),
         ({**LATENT, "qk_rope_head_dim": 3}, "rotates pairs of qk_rope_head_dim=3"),
         ({**LATENT, "v_head_dim": 11}, r"\(v_head_dim=11\) are at most as wide as its keys \(10\)"),
+        ({**LATENT, "head_dim": 16}, "head_dim=16, but latent attention .* has 10; set 0"),
         ({**LATENT, "qk_norm": True}, "qk_norm is not computed by latent attention"),
         ({**LATENT, "sliding_window": 16}, "sliding_window is not computed by latent attention"),
     ],

@@ -317,8 +317,16 @@ class LayerConfig(DecoderConfig):
                 f"but {sizes}; set them, or leave kv_lora_rank out"
             )
         self.q_lora_rank = self.q_lora_rank or 0
-        self.head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
-        self.num_key_value_heads = self.num_attention_heads
+        derived = {
+            "head_dim": self.qk_nope_head_dim + self.qk_rope_head_dim,
+            "num_key_value_heads": self.num_attention_heads,
+        }
+        for name, size in derived.items():
+            if getattr(self, name) not in (0, size):
+                raise UserError(
+                    f"{name}={getattr(self, name)}, but latent attention (kv_lora_rank) has {size}; set 0, or drop the key"
+                )
+            setattr(self, name, size)
         if self.qk_rope_head_dim % 2 or self.v_head_dim > self.head_dim:
             raise UserError(
                 f"latent attention rotates pairs of qk_rope_head_dim={self.qk_rope_head_dim} entries, and its values "
@@ -339,6 +347,8 @@ class LayerConfig(DecoderConfig):
         config = last_layer_config(target.config)
         for name in LATENT_KEYS:
             own[name] = getattr(config, name, None) or 0
+        for name in ("head_dim", "num_key_value_heads"):  # follow from these
+            own.pop(name, None)
         return own
 
 

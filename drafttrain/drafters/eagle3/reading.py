@@ -249,6 +249,8 @@ def head_fields(checkpoint: Exported, target: Json) -> Json:
                 raise UserError(f"{checkpoint.where}: config.json has no {name}; it is needed")
     for name in LATENT_KEYS:
         fields[name] = value_of(layer, name, 0)
+    if fields["kv_lora_rank"]:
+        fields["head_dim"] = 0  # transformers writes the rotated part's width there
     eagle = value_of(config, "eagle_config", {})
     fields["fc_norm"] |= value_of(config, "use_aux_norm", False)
     fields["norm_before_fc"] |= value_of(eagle, "norm_before_fc", False)
