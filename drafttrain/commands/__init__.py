@@ -23,6 +23,7 @@ COMMANDS = {
     "swap": "swap:swap",
     "ngram-store": "count_ngrams:count_ngrams",
     "eval": "eval:evaluate",
+    "suites": "suites:suites",
     "tune": "tune:tune",
     "sweep": "sweep:sweep",
     "diagnose": "diagnose:diagnose",

@@ -387,8 +387,8 @@ def _read_public(name: str, path: str, defaults: Json | None) -> Iterator[Questi
     if masked:
         raise UserError(
             f"{where}: {masked} rows hold only a note that their text must be fetched "
-            "from its owner; run NVIDIA's prepare.py (docs/how-to/suites.md has the command) "
-            f"and give its folder as {name}:FOLDER"
+            "from its owner; run `drafttrain suites prepare speed-bench --output FOLDER` and give "
+            f"{name}:FOLDER"
         )
 
 

@@ -126,7 +126,12 @@ def test_both_engines_get_one_form_which_comes_back_from_their_names(tmp_path):
     assert described["model_type"] == "deepseek_v2" and "head_dim" not in described
     # Published configs have the keys of their targets' experts too, and earlier or other names.
     described["use_aux_norm"] = described.pop("fc_norm")
-    described |= {"head_dim": 4, "n_routed_experts": 256, "scoring_func": "sigmoid", "rope_interleave": True}
+    described |= {
+        "head_dim": 4,
+        "n_routed_experts": 256,
+        "scoring_func": "sigmoid",
+        "rope_interleave": True,
+    }
     dump_json(
         tmp_path / "v" / "config.json",
         {**described, "architectures": ["DeepseekV3Eagle3DraftModel"]},

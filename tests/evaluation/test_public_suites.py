@@ -12,8 +12,9 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from drafttrain.cli import main
 from drafttrain.errors import UserError
-from drafttrain.evaluation import bfcl
+from drafttrain.evaluation import bfcl, prepare_suite
 from drafttrain.evaluation.suites import Question, load_suite, public_suites
 from drafttrain.files import write_jsonl
 from tests.files import dump_json
@@ -207,8 +208,69 @@ def test_speed_bench_as_nvidias_script_writes_it(tmp_path):
     assert question.category == "high_entropy"
     row["messages"] = [{"role": "user", "content": "FULL BENCHMARK DATA SHOULD BE FETCHED FROM"}]
     write(tmp_path / "qualitative.jsonl", row)
-    with pytest.raises(UserError, match=r"1 rows hold only a note .* prepare\.py"):
+    with pytest.raises(UserError, match="1 rows hold only a note .* suites prepare"):
         load_suite(f"speed_bench:{tmp_path}")
+
+
+STAND_IN = """
+import argparse, json, pathlib
+parser = argparse.ArgumentParser()
+parser.add_argument("--config")
+parser.add_argument("--output_dir", type=pathlib.Path)
+args = parser.parse_args()
+if args.config == "throughput_2k":
+    raise SystemExit("no network")
+row = {"question_id": "q-1", "category": args.config, "messages": [{"role": "user", "content": "a"}]}
+(args.output_dir / f"{args.config}.jsonl").write_text(json.dumps(row))
+"""
+
+
+def test_speed_bench_is_prepared_by_its_owners_script(tmp_path, monkeypatch, capsys):
+    """A stand-in writes what NVIDIA's does; what was written before an error is kept, like a user's files."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    monkeypatch.setattr(prepare_suite, "SCRIPT", script.as_uri())
+    monkeypatch.setattr(prepare_suite, "NEEDS", ("datasets",))
+    folder = tmp_path / "speed"
+    words = ["suites", "prepare", "speed-bench", "--output", str(folder)]
+    assert main(words) == 2
+    assert "give --trust-remote-code" in capsys.readouterr().err
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    assert main([*words, "--trust-remote-code"]) == 2
+    assert "stopped at config=throughput_2k (exit status 1" in capsys.readouterr().err
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"notes.txt", "qualitative.jsonl", "throughput_1k.jsonl"}
+    (question,) = load_suite(f"speed_bench_1k:{folder}").questions
+    assert question.category == "throughput_1k"
+
+    # Again: what is there is kept and the rest is written.
+    kept = (folder / "qualitative.jsonl").read_bytes()
+    script.write_text(STAND_IN.replace("throughput_2k", "none").replace('"a"', '"b"'))
+    assert main([*words, "--trust-remote-code"]) == 0
+    shown = capsys.readouterr().out
+    assert "throughput_32k: 1 rows" in shown and f"speed_bench:{folder}" in shown
+    assert (folder / "qualitative.jsonl").read_bytes() == kept
+    (question,) = load_suite(f"speed_bench_2k:{folder}").questions
+    assert question.turns == ("b",)
+
+
+def test_a_package_or_script_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
+    words = [
+        "suites",
+        "prepare",
+        "speed-bench",
+        "--output",
+        str(tmp_path / "a"),
+        "--trust-remote-code",
+    ]
+    monkeypatch.setattr(prepare_suite, "NEEDS", ("tokens_of_nobody",))
+    assert main(words) == 2
+    assert "needs tokens_of_nobody, which is not installed: pip install" in capsys.readouterr().err
+    monkeypatch.setattr(prepare_suite, "NEEDS", ())
+    monkeypatch.setattr(prepare_suite, "SCRIPT", (tmp_path / "none.py").as_uri())
+    assert main(words) == 2
+    assert "cannot be downloaded from file:" in capsys.readouterr().err
 
 
 def test_bfcl_without_what_it_needs(tmp_path):
