@@ -26,11 +26,12 @@ from drafttrain.errors import UserError, first_line
 from drafttrain.inference.verify import argmax_at
 from drafttrain.ops import tree_attention, tree_cache
 from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, Placed, TreeShape
-from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack
+from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, pack_panels, skinny_linear
 from drafttrain.ops.sampling import argmax, top_log_probs
 from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 from drafttrain.ops.tree_cache import SlotMover, TreeCache
+from drafttrain.target.native_body import LayerStack
 from tests.fuzz import outcome
 from tests.marks import needs_compiler
 
