@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -36,6 +36,7 @@ from drafttrain.ops.tree_cache import Addresses
 _STRIP = 64  # as in cpu_draft.c
 _LEVELS = 15  # highest of the integers that weights are rounded to
 OPENED = 64  # most tokens of a tree whose children are drafted, the root included
+RotaryOf = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
 
 class _Head(ctypes.Structure):
@@ -226,14 +227,10 @@ class Placed(NamedTuple):
     Attributes:
         plan: of the sequences' new tokens, whose slots begin at 0.
         caches: of each sequence.
-        tables: cosine and sine [positions, 1, rotary_dim] of all positions from 0 on, float32.
-        window: visible positions, 0 for all.
     """
 
     plan: CpuPlan
     caches: Sequence[Addresses]
-    tables: tuple[Tensor, Tensor]
-    window: int
 
     @property
     def rows(self) -> array[int]:
@@ -293,6 +290,11 @@ class DraftStep:
     A depth over a few tokens reads some megabytes of weights in half a millisecond; torch's forty
     operations took longer.
 
+    Args:
+        layers: in order. weights: around them.
+        rotary: cosine and sine [t, 1, rotary_dim] of positions [t], in a dtype.
+        window: visible positions, 0 for all.
+
     Attributes:
         shapes: (kv_heads, head_dim) of each layer's keys and values.
 
@@ -300,7 +302,18 @@ class DraftStep:
         ValueError, TypeError: layers and weights that do not fit together.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], weights: DraftWeights):
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        weights: DraftWeights,
+        rotary: RotaryOf,
+        window: int = 0,
+    ):
+        if window < 0:
+            raise ValueError(f"window={window} may not be negative")
+        self.window = window
+        self._rotary = rotary
+        self._known = (torch.empty(0), torch.empty(0))  # cosine and sine of the first positions
         first = layers[0]
         h = weights.hidden
         joined = weights.embed_width + h
@@ -378,7 +391,7 @@ class DraftStep:
         made = states.new_empty(2, n, self.hidden)
         out = made.data_ptr()
         rows = at.rows
-        cosine, sine = at.tables
+        cosine, sine = self._tables(at.plan.positions)
         self._kernels.draft_step(
             self._address,
             None if embeds is None else embeds.data_ptr(),
@@ -388,7 +401,7 @@ class DraftStep:
             sine.data_ptr(),
             address_of(rows),
             at.plan.address,
-            at.window,
+            self.window,
             out,
             out + 4 * n * self.hidden,  # bytes
             torch.get_num_threads(),
@@ -427,7 +440,7 @@ class DraftStep:
         made = features.new_empty(2, count, self.hidden)
         out = made.data_ptr()
         rows = at.rows
-        cosine, sine = at.tables
+        cosine, sine = self._tables(at.plan.positions)
         self._kernels.draft_read(
             self._address,
             tokens.data_ptr(),
@@ -438,7 +451,7 @@ class DraftStep:
             sine.data_ptr(),
             address_of(rows),
             at.plan.address,
-            at.window,
+            self.window,
             out,
             out + 4 * count * self.hidden,  # bytes
             torch.get_num_threads(),
@@ -460,7 +473,7 @@ class DraftStep:
         if not self.reads_context:
             raise ValueError("query rows that are not a multiple of 32 share a panel with keys")
         rows = at.rows
-        cosine, sine = at.tables
+        cosine, sine = self._tables(at.plan.positions)
         self._kernels.draft_context(
             self._address,
             states.data_ptr(),
@@ -503,10 +516,11 @@ class DraftStep:
         if head.width != self.hidden or shape.opens > OPENED or at.plan.counts != [1] * count:
             found = f"head of {head.width}, {shape.opens} opened, counts={at.plan.counts}"
             raise ValueError(f"{found}: must be {self.hidden}, at most {OPENED}, and 1 each")
-        self._check(at, shape.opens - 1, shape.depth - 1)  # nodes of the last depth are not read
+        self._check(at, shape.opens - 1)
         rows = at.rows
         form, _ = shape.form
-        cosine, sine = at.tables
+        # Nodes of the last depth are not read.
+        cosine, sine = self._tables(at.plan.positions + shape.depth - 1)
         # What the kernel writes: nodes of each tree, and their numbers [sequences, budget].
         sizes = array("q", bytes(8 * count))
         # Rows have room for a full tree; a smaller one leaves the rest unwritten.
@@ -523,7 +537,7 @@ class DraftStep:
             sine.data_ptr(),
             address_of(rows),
             at.plan.address,
-            at.window,
+            self.window,
             states.data_ptr(),
             reads.data_ptr(),
             tokens.ctypes.data,
@@ -536,29 +550,26 @@ class DraftStep:
             (tokens[i, :n], parents[i, :n].tolist(), scores[i, :n]) for i, n in enumerate(sizes)
         ]
 
-    def _check(
-        self,
-        at: Placed,
-        slots: int = 0,
-        positions: int = 0,
-    ) -> None:
-        """Raises unless caches and tables are large enough.
+    def _tables(self, end: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of at least the positions [0, end), which callers must hold."""
+        known = self._known  # another thread may replace the tables by shorter ones
+        if end > len(known[0]):
+            # Doubles: grows seldom.
+            positions = torch.arange(max(256, 1 << end.bit_length()))
+            known = self._rotary(positions, torch.float32)
+            for name, table in zip(("cosine", "sine"), known, strict=True):
+                check(name, table, (len(positions), 1, self.rotary_dim))
+            self._known = known
+        return known
 
-        Args:
-            slots: that the call takes behind each sequence's tokens. positions: that it reaches
-                behind theirs.
+    def _check(self, at: Placed, slots: int = 0) -> None:
+        """Raises unless the caches are large enough.
+
+        slots: that the call takes behind each sequence's tokens.
         """
         plan = at.plan
-        if plan.parts != len(at.caches) or at.window < 0:
-            raise ValueError(
-                f"parts={plan.parts}, caches={len(at.caches)}, window={at.window}: must be equal, and from 0 on"
-            )
-        # Siblings share a position, so a tree reaches fewer positions than it takes slots.
-        reach = plan.positions + positions
-        for name, table in zip(("cosine", "sine"), at.tables, strict=True):
-            count = check_rows(name, table, 1, self.rotary_dim)
-            if count < reach:
-                raise ValueError(f"{name} has {count} positions, but the tokens reach {reach}")
+        if plan.parts != len(at.caches):
+            raise ValueError(f"parts={plan.parts}, caches={len(at.caches)}: must be equal")
         for cache, end in zip(at.caches, plan.ends, strict=True):
             if cache.shapes != self.shapes or cache.slots < end + slots:
                 found = f"layers of {cache.shapes} with {cache.slots} slots"
@@ -568,7 +579,10 @@ class DraftStep:
 
 
 def kernel_of(
-    layers: Sequence[DecoderLayer | None], weights: DraftWeights | None
+    layers: Sequence[DecoderLayer | None],
+    weights: DraftWeights | None,
+    rotary: RotaryOf,
+    window: int,
 ) -> DraftStep | None:
     """The kernel of packed layers and what surrounds them; None for a form that kernels lack.
 
@@ -578,4 +592,4 @@ def kernel_of(
     natives = [layer for layer in layers if layer is not None]
     if weights is None or len(natives) < len(layers) or natives[0].head_dim % 16:
         return None
-    return DraftStep(natives, weights)
+    return DraftStep(natives, weights, rotary, window)

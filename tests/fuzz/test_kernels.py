@@ -385,22 +385,23 @@ def layers(random: Random):
     return args, call, reference
 
 
-def placed(buffers: list[Tensor], layout: TreeLayout, tables: list[Tensor], window: int) -> Placed:
+def placed(buffers: list[Tensor], layout: TreeLayout) -> Placed:
     """The new tokens of a sequence whose cache has these buffers, of one layer with one key head of 16."""
     held = TreeCache(buffers[0].shape[1])
     held._layers[0] = tuple(buffers)
-    return Placed(CpuPlan([(0, layout)]), [held.addresses([(1, 16)])], tuple(tables), window)
+    return Placed(CpuPlan([(0, layout)]), [held.addresses([(1, 16)])])
 
 
 def draft(random: Random):
     weights = DraftWeights(32, 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64))
-    step = DraftStep([layer := make_layer(random)], weights)
+    layer = make_layer(random)
     args = {"embeds": draw(random, 3, 32), "states": draw(random, 3, 32), "prefix": 5, "window": 4}
-    args |= {"tables": [draw(random, 12, 1, 16), draw(random, 12, 1, 16)], "parents": [-1, 0]}
+    args |= {"tables": [draw(random, 256, 1, 16), draw(random, 256, 1, 16)], "parents": [-1, 0]}
     args |= {"buffers": [guarded(random, 1, 9, 16), guarded(random, 1, 9, 16)]}
 
     def call(embeds, states, prefix, window, tables, parents, buffers):
-        at = placed(buffers, TreeLayout(prefix, parents), tables, window)
+        step = DraftStep([layer], weights, lambda *_: tuple(tables), window)
+        at = placed(buffers, TreeLayout(prefix, parents))
         return list(step.run(embeds, states, at).unbind(1))
 
     def reference(embeds, states, prefix, window, tables, parents, buffers):
@@ -440,7 +441,7 @@ def draft_trees(random: Random):
     weights = DraftWeights(
         32, 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64), fuse=draw(random, 32, 40)
     )
-    step = DraftStep([make_layer(random)], weights)
+    layer = make_layer(random)
     head = DraftHead(draw(random, 90, 32))
     shape = TreeShape(3, 2, 4, (), -torch.inf)
     args = {
@@ -450,14 +451,15 @@ def draft_trees(random: Random):
     }
     args |= {
         "tokens": torch.arange(4),
-        "tables": [draw(random, 12, 1, 16), draw(random, 12, 1, 16)],
+        "tables": [draw(random, 256, 1, 16), draw(random, 256, 1, 16)],
     }
     args |= {"buffers": [guarded(random, 1, 11, 16), guarded(random, 1, 11, 16)]}
 
     def call(table, kept_ids, features, tokens, tables, buffers):
-        at = placed(buffers, TreeLayout(2, count=4), tables, 0)
+        step = DraftStep([layer], weights, lambda *_: tuple(tables))
+        at = placed(buffers, TreeLayout(2, count=4))
         roots = step.read(tokens, features, table, at)
-        at = placed(buffers, TreeLayout(5, ()), tables, 0)
+        at = placed(buffers, TreeLayout(5, ()))
         made = step.trees(head, shape, table, kept_ids, at, roots)
         return [
             roots,

@@ -100,10 +100,9 @@ class BlockDrafter(DecoderDrafter):
         self.mask: nn.Parameter | None = None
         if config.mask_token_id is None:
             self.mask = nn.Parameter(torch.randn(h) * h**-0.5)
-        self.make_head(config, config.train_head)
         # The target's factor of logits. Its bare head rows lack it, so the final norm applies it.
         self.logit_scale = 1.0
-        self.finish(config.num_hidden_layers, config.windows)
+        self.finish(config.num_hidden_layers, config.train_head, config.windows)
 
     def bind(self, target: Target) -> None:
         super().bind(target)
@@ -204,7 +203,12 @@ class BlockDrafter(DecoderDrafter):
         if config.layer_types is not None or config.attention_sink_bias:
             return
         weights = DraftWeights(config.hidden_size, 0, config.rms_norm_eps, norm=self.norm.weight)
-        self.draft_step = kernel_of([layer.native for layer in self.decoder_layers], weights)
+        self.draft_step = kernel_of(
+            [layer.native for layer in self.decoder_layers],
+            weights,
+            self.rotary.tables,
+            min(self.windows),
+        )
 
     def first_states(self, count: int) -> Tensor | None:
         """[count, .] what paths begin with, for kinds that read more of a path than its last token."""

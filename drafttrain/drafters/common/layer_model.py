@@ -88,7 +88,8 @@ class LayerDrafter(DecoderDrafter):
         steps = []
         for depth in range(self.own_depths):
             layers = [layer.native for layer in self.layers_at(depth)]
-            step = kernel_of(layers, self.draft_weights(depth))
+            weights = self.draft_weights(depth)
+            step = kernel_of(layers, weights, self.rotary.tables, min(self.windows))
             if step is None:  # the kernels serve all depths or none
                 return
             steps.append(step)
@@ -279,9 +280,9 @@ class LayerDrafter(DecoderDrafter):
         # [t] index of each conversation's first token
         begin = torch.arange(len(valid), device=valid.device) - place
         attentions = []
-        for _ in range(self.cache_shape.layers):
+        for _ in self.windows:
             attentions.append(PathAttention(begin, config.sliding_window))
-        head = SharedHead(self.head_weight)
+        head = SharedHead(self.head.weight)
         losses = []
         outs = []
         before = valid[:0]  # this process's anchors of the depth before

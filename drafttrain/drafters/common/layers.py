@@ -6,7 +6,6 @@ Tokens are flat, [t, ...]; an `Attend` selects the keys that each of them sees.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,30 +19,13 @@ from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json, value_of
 from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.layer_ops import has_kernels, rotate_heads
-from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
+from drafttrain.ops.packing import SKINNY_ROWS
 
 LayerShape = LayerConfig | BlockConfig
 ANCHORED = 4  # first tokens of a conversation, which `moved` leaves in place
 
 # Activations of the CPU kernels, and whether each is the tanh form of GELU.
 _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
-
-
-class CacheShape(NamedTuple):
-    """Shape of a session's keys and values, [layers, kv_heads, capacity, head_dim]."""
-
-    windows: tuple[int, ...]  # positions that each layer's tokens see; 0 for all
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def layers(self) -> int:
-        return len(self.windows)
-
-    @property
-    def window(self) -> int:
-        """Positions that the cache keeps; 0 for all, as one layer without a window needs."""
-        return min(self.windows, default=0)
 
 
 class Rotary:
@@ -64,31 +46,14 @@ class Rotary:
         self.width = int(head_dim * rotated)
         # Per device: frequencies [r / 2], and the factor of cosine and sine.
         self._known: dict[torch.device, tuple[Tensor, float]] = {}
-        self._rows = (torch.empty(0), torch.empty(0))  # cos, sin of the first positions on the CPU
-
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [t] int64 -> cos, sin [t, 1, r]."""
-        if positions.device.type != "cpu" or dtype != torch.float32 or not positions.shape[0]:
-            return self.compute(positions, dtype)
-        cos, sin = self.up_to(int(positions.max()) + 1)
-        return cos[positions], sin[positions]
-
-    def up_to(self, end: int) -> tuple[Tensor, Tensor]:
-        """cos, sin [at least `end`, 1, r] of positions 0, 1, ... on the CPU in float32, cached."""
-        rows = self._rows  # another thread may replace the tables by shorter ones
-        if end > rows[0].shape[0]:
-            # Doubles: grows seldom.
-            rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
-            self._rows = rows
-        return rows
 
     @property
     def frequencies(self) -> Tensor:
         """[r / 2] float32, radians per position; other trainers store `rotary_emb.inv_freq`."""
         return self._frequencies(torch.device("cpu"))[0]
 
-    def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As `tables`, uncached; positions may be negative."""
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions [t] int64, also negative ones -> cos, sin [t, 1, r]."""
         device = positions.device
         if device not in self._known:
             self._known[device] = self._frequencies(device)
@@ -215,36 +180,6 @@ class Attention(nn.Module):
         query = self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim))  # [tq, heads, e]
         query = rotate(query, cos, sin)
         return self.o_proj(attend(query, key, value))
-
-
-class WithHead:
-    """A drafter with one linear layer over its vocabulary.
-
-    Attributes:
-        lm_head: of the drafter's own; None: the target's, which `bind` attaches.
-        frozen: the target's head over the kept tokens; in a list, so that it is neither trained nor
-            saved.
-    """
-
-    lm_head: nn.Linear | None
-    frozen: list[nn.Linear | PackedLinear]
-
-    def make_head(self, config: LayerShape, own: bool) -> None:
-        """Makes the head, unless it is to be the target's."""
-        self.lm_head = None
-        if own:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-
-    @property
-    def head(self) -> nn.Linear | PackedLinear:
-        if self.lm_head is not None:
-            return self.lm_head
-        return self.frozen[0]
-
-    @property
-    def head_weight(self) -> Tensor:
-        """[d, h]."""
-        return self.head.weight
 
 
 class DraftLayer(nn.Module):

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree, cat
 from drafttrain.drafters.common.context_tokens import ContextTokens
-from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.tree_growth import Children as Children
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees, widest
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -43,12 +42,12 @@ class DraftPass:
     """The new tokens of a forward of all sequences, one after the other: an `AttentionContext`.
 
     Attributes:
-        shape: of the drafter's cache; its layers are none for a language model's.
+        windows: of the drafter's layers; none for a language model's.
         positions: [n] int64. ends: [R] int64, number of each sequence's last token.
         queries: [q] int64 tokens that the last layer computes; None for all.
     """
 
-    shape: CacheShape
+    windows: tuple[int, ...]
     positions: Tensor
     ends: Tensor
     queries: Tensor | None = None
@@ -85,7 +84,7 @@ class DraftPass:
     @property
     def attends(self) -> list[Callable[..., Tensor]]:
         """Attention of each of the drafter's layers (`_attend_flat`)."""
-        return [partial(self._attend_flat, layer) for layer in range(self.shape.layers)]
+        return [partial(self._attend_flat, layer) for layer in range(len(self.windows))]
 
     def _attend_flat(
         self,
@@ -105,7 +104,7 @@ class DraftPass:
             key.transpose(0, 1)[None],
             value.transpose(0, 1)[None],
             scaling=query.shape[-1] ** -0.5,
-            window=self.shape.windows[layer] or None,
+            window=self.windows[layer] or None,
             softcap=None,
             sinks=sinks,
         )  # [1, q, heads, e]
@@ -188,7 +187,7 @@ class HostPass(DraftPass):
         self.sessions = sessions
         self.counts = counts
         self.last = last
-        self.shape = sessions[0].drafter.cache_shape
+        self.windows = sessions[0].drafter.windows
         self._given = layouts
 
     @cached_property
@@ -269,7 +268,7 @@ class HostPass(DraftPass):
             cache.write(layer, keys[i], values[i])
 
     def placed(self, step: DraftStep | None, room: int = 0) -> Placed | None:
-        """See `DraftPass.placed`; room: further slots and positions behind the tokens."""
+        """See `DraftPass.placed`; room: further slots behind the tokens."""
         # Many tokens, as of a prompt, are read faster by torch's layers.
         if step is None or sum(self.counts) > SKINNY_ROWS:
             return None
@@ -281,8 +280,7 @@ class HostPass(DraftPass):
             if room:
                 session.cache.reserve(end + room)
             caches.append(session.cache.addresses(step.shapes))
-        tables = self.sessions[0].drafter.rotary.up_to(plan.positions + room)
-        return Placed(plan, caches, tables, self.shape.window)
+        return Placed(plan, caches)
 
 
 class Steps(Protocol):

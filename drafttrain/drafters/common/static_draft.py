@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
-from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.rows import DraftPass, JointSession, Nodes
 from drafttrain.drafters.common.tensor_growth import Grown, TensorGrowth
 from drafttrain.drafters.common.tree_growth import Children
@@ -101,12 +100,12 @@ class StaticPass(SlotAttention, DraftPass):
         plans: Sequence[PackedPlan],
         positions: Tensor,
         ends: Tensor,
-        shape: CacheShape,
+        windows: tuple[int, ...],
     ):
         super().__init__(cache, slots, plans)
         self.positions = positions
         self.ends = ends
-        self.shape = shape
+        self.windows = windows
 
 
 class StaticPlaces:
@@ -116,7 +115,7 @@ class StaticPlaces:
         cache: of the sessions. rows: [R] int64 each sequence's. held: [R] int64 its committed
             tokens whose keys are in place.
         growth: of the trees that grow behind the last committed token, their root.
-        shape: of the drafter's cache.
+        windows: of the drafter's layers.
 
     Attributes:
         depth: of the deepest node.
@@ -128,10 +127,10 @@ class StaticPlaces:
         rows: Tensor,
         held: Tensor,
         growth: TensorGrowth,
-        shape: CacheShape,
+        windows: tuple[int, ...],
     ):
         self.cache = cache
-        self.shape = shape
+        self.windows = windows
         self.rows = rows
         self.held = held
         self.depth = growth.depth
@@ -239,7 +238,7 @@ class StaticPlaces:
             plans.append(plan)
         at = positions[:, begin : begin + len(own)].flatten().long()
         ends = each[1:].long() * len(own) - 1
-        return StaticPass(self.cache, slots.flatten(), plans, at, ends, self.shape)
+        return StaticPass(self.cache, slots.flatten(), plans, at, ends, self.windows)
 
 
 class ReadStep:
@@ -284,7 +283,7 @@ class ReadStep:
             [places.plan],
             places.plan.positions.long(),
             self.ends,
-            drafter.cache_shape,
+            drafter.windows,
         )
         roots = drafter.read_committed(self.ids, self.features, at)
         self.steps.roots.index_copy_(0, self.rows, roots.to(self.steps.roots.dtype))
@@ -340,7 +339,7 @@ class GrowStep:
             self.rows,
             self.held,
             self.growth,
-            drafter.cache_shape,
+            drafter.windows,
         )
         first, ask = drafter.draft(steps.roots[self.rows], places, None)
         trees = torch.arange(len(self.rows), device=self.rows.device)[:, None]  # [R, 1]

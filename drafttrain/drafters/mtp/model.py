@@ -101,10 +101,8 @@ class FamilyRotary(Rotary):
     def __init__(self, layer: OwnLayer):
         self.layer = layer
 
-    def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.layer.tables(positions, dtype)
-
-    tables = compute
 
 
 class MTP(LayerDrafter):
@@ -117,8 +115,7 @@ class MTP(LayerDrafter):
         super().__init__(config)
         self.blocks: Any = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.make_head(config, config.train_head)
-        self.finish(layers=1)
+        self.finish(layers=1, own_head=config.train_head)
         own = self.blocks[0].layer
         if isinstance(own, OwnLayer):
             self.rotary = FamilyRotary(own)
