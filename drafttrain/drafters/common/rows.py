@@ -503,7 +503,7 @@ class HostPlaces:
     def open(self, growing: Sequence[GrowingTree]) -> HostPass:
         """The pass over the nodes that trees open."""
         own = []
-        counts = [len(tree.parents) for tree in growing]
+        counts = [len(tree.above) for tree in growing]
         layouts = []
         for tree, count in zip(growing, counts, strict=True):
             session = self.sessions[tree.row]
@@ -576,37 +576,25 @@ def _grow_on_host(
             row,
         )
         trees.append(tree)
-    begins = {row: row for row in range(len(trees))}  # number of each tree's first node
 
     def step(growing: list[GrowingTree], depth: int) -> list[Children]:
-        nonlocal begins
-        before = begins
-        rows = []
-        ends = [0]
+        rows: list[int] = []
+        above: list[int] = []
         for tree in growing:
-            rows += [tree.row] * len(tree.parents)
-            ends.append(len(rows))
-        # `ends` has one more.
-        begins = {tree.row: begin for tree, begin in zip(growing, ends, strict=False)}
-
-        def above() -> Tensor:
-            numbers = []
-            for tree in growing:
-                for parent in tree.above:
-                    numbers.append(before[tree.row] + parent)
-            return torch.tensor(numbers, device=roots.device)
-
+            above += [tree.place + parent for parent in tree.above]
+            tree.place = len(rows)
+            rows += [tree.row] * len(tree.above)
         nodes = Nodes(
             depth,
             rows,
             tokens=lambda: cat([sessions[tree.row].open_nodes(tree) for tree in growing]),
-            above=above,
+            above=lambda: torch.tensor(above, device=roots.device),
             place=partial(places.open, growing),
         )
         children = ask(nodes)
         each = []
-        for i, tree in enumerate(growing):
-            own = slice(ends[i], ends[i + 1])
+        for tree in growing:
+            own = slice(tree.place, tree.place + len(tree.above))
             if children.shared:
                 own = slice(tree.row, tree.row + 1)
             each.append(sessions[tree.row].read_children(children.part(own)))
