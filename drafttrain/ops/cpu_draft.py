@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -221,21 +220,22 @@ class DraftWeights:
     residual_normed: bool = False  # the first layer's residual is the state behind `state_norm`
 
 
-class Placed(NamedTuple):
+class Placed:
     """Where the tokens of a call stand, and where their keys are.
 
-    Attributes:
+    Args:
         plan: of the sequences' new tokens, whose slots begin at 0.
         caches: of each sequence.
+
+    Attributes:
+        rows: address of the addresses [sequences] of each one's struct buffers.
     """
 
-    plan: CpuPlan
-    caches: Sequence[Addresses]
-
-    @property
-    def rows(self) -> array[int]:
-        """[sequences], the addresses of each one's struct buffers."""
-        return array("Q", [cache.address for cache in self.caches])
+    def __init__(self, plan: CpuPlan, caches: Sequence[Addresses]):
+        self.plan = plan
+        self.caches = caches
+        self._rows = array("Q", [cache.address for cache in caches])
+        self.rows = address_of(self._rows)
 
 
 @dataclass(frozen=True)
@@ -390,7 +390,6 @@ class DraftStep:
         self._check(at)
         made = states.new_empty(2, n, self.hidden)
         out = made.data_ptr()
-        rows = at.rows
         cosine, sine = self._tables(at.plan.positions)
         self._kernels.draft_step(
             self._address,
@@ -399,7 +398,7 @@ class DraftStep:
             n,
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(rows),
+            at.rows,
             at.plan.address,
             self.window,
             out,
@@ -439,7 +438,6 @@ class DraftStep:
         count = len(at.caches)
         made = features.new_empty(2, count, self.hidden)
         out = made.data_ptr()
-        rows = at.rows
         cosine, sine = self._tables(at.plan.positions)
         self._kernels.draft_read(
             self._address,
@@ -449,7 +447,7 @@ class DraftStep:
             table.data_ptr(),
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(rows),
+            at.rows,
             at.plan.address,
             self.window,
             out,
@@ -472,7 +470,6 @@ class DraftStep:
         self._check(at)
         if not self.reads_context:
             raise ValueError("query rows that are not a multiple of 32 share a panel with keys")
-        rows = at.rows
         cosine, sine = self._tables(at.plan.positions)
         self._kernels.draft_context(
             self._address,
@@ -480,7 +477,7 @@ class DraftStep:
             at.plan.tokens,
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(rows),
+            at.rows,
             at.plan.address,
             torch.get_num_threads(),
         )
@@ -517,7 +514,6 @@ class DraftStep:
             found = f"head of {head.width}, {shape.opens} opened, counts={at.plan.counts}"
             raise ValueError(f"{found}: must be {self.hidden}, at most {OPENED}, and 1 each")
         self._check(at, shape.opens - 1)
-        rows = at.rows
         form, _ = shape.form
         # Nodes of the last depth are not read.
         cosine, sine = self._tables(at.plan.positions + shape.depth - 1)
@@ -535,7 +531,7 @@ class DraftStep:
             kept_ids.data_ptr(),
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(rows),
+            at.rows,
             at.plan.address,
             self.window,
             states.data_ptr(),

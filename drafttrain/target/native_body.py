@@ -67,7 +67,9 @@ _FORM = np.dtype(
         ("softcap", np.float32),
     ]
 )
-_NO_ENDING = (None, 0.0, None, None, 0, None, 0)  # as Ending.arguments
+# What ends a call in its arguments: the norm's factor and eps, its output; the head's panels, their
+# format, its output and its length.
+_NO_ENDING = (None, 0.0, None, None, 0, None, 0)
 
 
 class NativeBody:
@@ -141,7 +143,7 @@ class NativeBody:
         cache = self._cache(context)
         if cache is not None:
             plan, addresses = cache
-            caught = self.stack.forward(x, tables, plan, addresses, wanted)
+            caught, _, _ = self.stack.forward(x, tables, plan, addresses, wanted)
         else:
             caught = self._layer_by_layer(x, tables, context, wanted)
         last = self.body.norm(x)  # [n, h]
@@ -161,7 +163,6 @@ class NativeBody:
             [n, f*h] and [n, v]; None where the kernel does not apply.
         """
         norm = self.body.norm
-        rows = input_ids.shape[1]
         if not isinstance(norm, PackedRMSNorm):
             return None
         if not isinstance(head, PackedLinear) or not head.kernel:
@@ -177,20 +178,18 @@ class NativeBody:
         if tables is None:
             tables = self.rotary.compute(x[None], context.positions())
         wanted = wanted_inputs(feature_layers)
-        ending = Ending(norm, head, rows)
-        caught = self.stack.forward(
+        caught, last, logits = self.stack.forward(
             x,
             tables,
             plan,
             addresses,
             wanted,
-            ending,
+            (norm, head),
             placed=known is not None,
         )
-        logits = ending.logits
         if head.bias is not None:
             logits.add_(head.bias)
-        return select_features(caught, ending.last, feature_layers, wanted), logits
+        return select_features(caught, last, feature_layers, wanted), logits
 
     def _cache(self, context: object) -> tuple[CpuPlan, Addresses] | None:
         """The plan of a call and the addresses of the cache; None where the kernel does not apply."""
@@ -238,46 +237,6 @@ class NativeBody:
         if caught:
             return torch.stack(caught, dim=1)
         return x.new_empty(len(x), 0, x.shape[1])
-
-
-class Ending:
-    """The last norm and the head, which run in the same call as the layers.
-
-    One call is faster than two: after each large call Python starts with cold caches.
-
-    Args:
-        norm, head: packed; the head as a kernel. rows: n, of the forward that it ends.
-
-    Attributes:
-        last: [n, h], the normed state, which `LayerStack.forward` fills.
-        logits: [n, v], the head's products without its bias, likewise.
-
-    Raises:
-        ValueError: the head does not read what the norm gives.
-    """
-
-    def __init__(
-        self,
-        norm: PackedRMSNorm,
-        head: PackedLinear,
-        rows: int,
-    ):
-        panels = head.panels()
-        hidden = len(norm.weight)
-        vocabulary = head.out_features
-        check_panels("head", panels, hidden, vocabulary)
-        self.last = norm.weight.new_empty(rows, hidden)
-        self.logits = norm.weight.new_empty(rows, vocabulary)
-        self._kept = panels, norm.weight
-        self.arguments = (  # of body_forward
-            norm.weight.data_ptr(),
-            norm.eps,
-            self.last.data_ptr(),
-            panels.data_ptr(),
-            form_of(panels, head.rounded),
-            self.logits.data_ptr(),
-            vocabulary,
-        )
 
 
 class LayerStack:
@@ -340,9 +299,9 @@ class LayerStack:
         plan: CpuPlan,
         buffers: Addresses,
         wanted: list[int],
-        ending: Ending | None = None,
+        ending: tuple[PackedRMSNorm, PackedLinear] | None = None,
         placed: bool = False,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Runs the layers over x [n, h] in place and stores the new keys and values.
 
         Args:
@@ -352,10 +311,12 @@ class LayerStack:
             buffers: of a cache, see `TreeCache.addresses`.
             wanted: ascending layers whose inputs are returned; the number of layers means the last
                 layer's output.
-            ending: runs after the layers; None for none.
+            ending: the last norm and the head, whose kernel serves it. They run in the same call: after
+                each large call Python starts with cold caches.
 
         Returns:
-            [n, len(wanted), h].
+            [n, len(wanted), h]; with an ending the normed state [n, h] and the head's products
+            [n, v] without its bias, else nothing in their place.
         """
         n = plan.tokens
         hidden = self.hidden
@@ -380,14 +341,31 @@ class LayerStack:
                     fits = rows >= plan.positions
                 if not fits:
                     raise ValueError(f"cosine and sine have {rows} rows, which do not fit the plan")
+        last = x.new_empty(0, hidden)
+        logits = last
+        after: tuple[float | None, ...] = _NO_ENDING
         if ending is not None:
-            check("ending.last", ending.last, (n, hidden))
+            norm, head = ending
+            vocabulary = head.out_features
+            panels = head.panels()
+            check("norm", norm.weight, (hidden,))
+            check_panels("head", panels, hidden, vocabulary)
+            last = torch.empty_like(x)
+            logits = x.new_empty(n, vocabulary)
+            after = (
+                norm.weight.data_ptr(),
+                norm.eps,
+                last.data_ptr(),
+                panels.data_ptr(),
+                form_of(panels, head.rounded),
+                logits.data_ptr(),
+                vocabulary,
+            )
         caught = x.new_empty((n, len(wanted), hidden))
         rotary = array("Q")
         for cosine, sine in tables:
             rotary.extend((cosine.data_ptr(), sine.data_ptr()))
         features = array("q", wanted)
-        after = _NO_ENDING if ending is None else ending.arguments
         self._kernels.body_forward(
             self._layers_address,
             self._forms_address,
@@ -404,7 +382,7 @@ class LayerStack:
             *after,
             torch.get_num_threads(),
         )
-        return caught
+        return caught, last, logits
 
 
 def wanted_inputs(feature_layers: Sequence[int]) -> list[int]:

@@ -369,7 +369,7 @@ def layers(random: Random):
             keys.fill_(0.5), values.fill_(0.5)
         plan = CpuPlan([(0, TreeLayout(prefix, parents))])
         x = x.clone() if x.is_contiguous() and not x.is_meta else x
-        return stack.forward(x, [tuple(tables)], plan, cache.addresses(shapes), wanted)
+        return stack.forward(x, [tuple(tables)], plan, cache.addresses(shapes), wanted)[0]
 
     def reference(**changed):
         fixed = {key: args[key] for key in ("kv_heads", "e")}

@@ -116,7 +116,7 @@ class BlockDrafter(DecoderDrafter):
         starts as the mean embedding.
         """
         starts.identity_on_last(self.fc)
-        names = ["fc", *starts.copy_ends(self, self.norm, target)]
+        names = ["fc", *starts.copy_ends(self, target)]
         if "norm" in names:
             self.norm.weight.mul_(target.logit_scale)
         if self.mask is not None:
@@ -503,8 +503,7 @@ class BlockDrafter(DecoderDrafter):
         reads = reads[:, :depths]
         flat = reads.flatten(0, 1)  # [R * depths, h]
         if not self.corrected:
-            head = self.head if self.packed else None  # kernels read packed heads only
-            block = top_or_all(head, flat, width, self.logits)._replace(shared=True)
+            block = top_or_all(self.head, flat, width, self.logits)._replace(shared=True)
             return block.every(depths, 0), lambda nodes: block.every(depths, nodes.depth)
 
         logits = self.logits(reads)  # [R, depths, d]

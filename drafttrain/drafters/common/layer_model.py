@@ -160,8 +160,7 @@ class LayerDrafter(DecoderDrafter):
             reads: [n, h] outputs of `read_out`. width: top tokens that are enough, if a kernel
                 finds them; None: all are needed.
         """
-        head = self.head if self.packed else None  # kernels read packed heads only
-        return top_or_all(head, reads, width, self.score)
+        return top_or_all(self.head, reads, width, self.score)
 
     def step(
         self,

@@ -174,7 +174,8 @@ class HostPass(DraftPass):
     Args:
         counts: new tokens of each session. last: the last layer computes each session's last token
             only.
-        layouts: where the tokens stand; None: in a row behind the committed ones.
+        layouts: where the tokens stand; None: in a row behind the committed ones. The caches get
+            room for them.
     """
 
     def __init__(
@@ -188,20 +189,14 @@ class HostPass(DraftPass):
         self.counts = counts
         self.last = last
         self.windows = sessions[0].drafter.windows
-        self._given = layouts
-
-    @cached_property
-    def layouts(self) -> Sequence[TreeLayout]:
-        """Those of the tokens, for which the caches have room."""
-        layouts = self._given
         if layouts is None:
-            pairs = zip(self.sessions, self.counts, strict=True)
+            pairs = zip(sessions, counts, strict=True)
             layouts = [TreeLayout(session.length, count=count) for session, count in pairs]
-        for session, layout in zip(self.sessions, layouts, strict=True):
+        self.layouts = layouts
+        for session, layout in zip(sessions, layouts, strict=True):
             cache = session.cache
             cache.reserve(layout.end)  # a tree may reach beyond the longest sequence
             layout.base = cache.base
-        return layouts
 
     @property
     def caches(self) -> list[TreeCache]:
@@ -620,19 +615,16 @@ def extend(
     reading = []
     unread = []
     states = []
-    counts = []
     for session, new, own in zip(sessions, tokens, features, strict=True):
         rest = session.take(new)
-        count = rest.shape[0]
-        if count:
+        if rest.shape[0]:
             reading.append(session)
             unread.append(rest)
             states.append(own)
-            counts.append(count)
     if not reading:
         return
     # Only each last token needs an output, the root of the next tree.
-    at = HostPass(reading, counts, last=True)
+    at = HostPass(reading, [rest.shape[0] for rest in unread], last=True)
     roots = drafter.read_committed(cat(unread), cat(states), at)
     for row, (session, rest) in enumerate(zip(reading, unread, strict=True)):
         session.commit(rest, roots[row : row + 1])

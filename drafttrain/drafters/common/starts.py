@@ -170,7 +170,7 @@ def final_norm(target: Target) -> nn.Module | None:
     return getattr(target.body, "norm", None)
 
 
-def copy_ends(drafter: DecoderDrafter, norm: RMSNorm, target: Target) -> list[str]:
+def copy_ends(drafter: DecoderDrafter, target: Target) -> list[str]:
     """Copies the target's final norm to a drafter's, and its head rows into a head of its own.
 
     Returns the names of what it copied.
@@ -179,7 +179,7 @@ def copy_ends(drafter: DecoderDrafter, norm: RMSNorm, target: Target) -> list[st
     if drafter.lm_head is not None:
         drafter.lm_head.weight.copy_(drafter.head_rows(target))
         names.append("lm_head")
-    if copy_norm(norm, final_norm(target)):
+    if copy_norm(drafter.norm, final_norm(target)):
         names.append("norm")
     return names
 

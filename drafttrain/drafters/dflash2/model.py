@@ -30,7 +30,7 @@ from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Children
 from drafttrain.errors import UserError
-from drafttrain.losses import Aligned, linear_divergence
+from drafttrain.losses import Aligned
 from drafttrain.values import Count, Size, Weight
 
 
@@ -167,10 +167,7 @@ class DFlash2(MarkovBlock):
         config = self.config
         if not 0 < config.selector_top_k < config.draft_vocab_size or not config.unary_weight:
             return 0.0, []
-        reads = hidden[:, : config.hidden_size]  # the rest is the selector's
-        head = self.head.weight.to(reads.dtype)
-        out = linear_divergence(reads, head, *aligned, config.loss)
-        return config.unary_weight * out.loss, []
+        return config.unary_weight * self.own_loss(hidden, aligned), []
 
     def conditional(self, logits: Tensor, at: Paths) -> tuple[Children, Tensor | None]:
         count = self.config.selector_top_k

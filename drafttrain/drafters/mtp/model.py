@@ -361,7 +361,7 @@ class MTP(LayerDrafter):
 
         Projections start as the identity on the state.
         """
-        names = ["eh_proj", *starts.copy_ends(self, self.norm, target)]
+        names = ["eh_proj", *starts.copy_ends(self, target)]
         last = target.last_layers(1)
         copied: list[str] = []  # the same for each module
         for block in self.blocks:
