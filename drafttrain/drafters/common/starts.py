@@ -60,11 +60,11 @@ POWER = 8.0
 SCORE = 8.0
 # RMS of a learned mask, small against the prediction that attention adds to it.
 MASK = 0.1
-# Linear layers of a decoder layer, by block.
-PROJECTIONS = {
-    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
+# Parts of a plain decoder layer that have weights.
+LAYER_PARTS = (
+    "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "self_attn.q_proj",
+    "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
 
 
 def norm_weight(module: nn.Module) -> Tensor | None:
@@ -122,36 +122,26 @@ def copy_layer(ours: DraftLayer, theirs: nn.Module) -> list[str]:
 
     The `hidden_norm` of a layer that has one takes their input norm.
     """
-    attention = ours.self_attn
-    their_attention = getattr(theirs, "self_attn", None)
+    others = dict(theirs.named_modules())
     # Families with four norms per layer name the norm before the MLP differently.
-    before_mlp = getattr(theirs, "pre_feedforward_layernorm", None)
-    if before_mlp is None:
-        before_mlp = getattr(theirs, "post_attention_layernorm", None)
-    input_norm = "input_layernorm"
-    if ours.hidden_norm is not None:
-        input_norm = "hidden_norm"
-    norms = {
-        input_norm: (getattr(ours, input_norm), getattr(theirs, "input_layernorm", None)),
-        "post_attention_layernorm": (ours.post_attention_layernorm, before_mlp),
-        "self_attn.q_norm": (attention.q_norm, getattr(their_attention, "q_norm", None)),
-        "self_attn.k_norm": (attention.k_norm, getattr(their_attention, "k_norm", None)),
-    }
-
+    if "pre_feedforward_layernorm" in others:
+        others["post_attention_layernorm"] = others["pre_feedforward_layernorm"]
     copied = []
-    for name, (own, other) in norms.items():
-        if isinstance(own, RMSNorm) and copy_norm(own, other):
-            copied.append(name)
-    for block, names in PROJECTIONS.items():
-        our_block = getattr(ours, block)
-        their_block = getattr(theirs, block, None)
-        for name in names:
+    for name in LAYER_PARTS:
+        other = others.get(name)
+        if name == "input_layernorm" and ours.hidden_norm is not None:
+            name = "hidden_norm"
+        own = ours.get_submodule(name)
+        done = False
+        if isinstance(own, RMSNorm):
+            done = copy_norm(own, other)
+        elif isinstance(own, nn.Linear):
             repeated = 0
-            if name in ("k_proj", "v_proj"):
-                repeated = attention.head_dim
-            other = getattr(their_block, name, None)
-            if copy_linear(getattr(our_block, name), other, repeated):
-                copied.append(f"{block}.{name}")
+            if name.endswith(("k_proj", "v_proj")):
+                repeated = ours.self_attn.head_dim
+            done = copy_linear(own, other, repeated)
+        if done:
+            copied.append(name)
     return copied
 
 

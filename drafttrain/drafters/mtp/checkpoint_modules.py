@@ -86,10 +86,6 @@ _EMBEDDINGS = ("embed_tokens.weight",)
 _HEADS = ("shared_head.head.weight",)
 _BUFFERS = ("rotary_emb.inv_freq",)
 _SCALE = "_scale_inv"  # behind the name of an FP8 weight: its factors, one per block
-# Modules of a plain dense layer.
-_PLAIN = {"self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"}
-for _block, _names in starts.PROJECTIONS.items():
-    _PLAIN |= {f"{_block}.{name}" for name in _names}
 
 
 class NativeModule(NamedTuple):
@@ -248,7 +244,7 @@ def plain_layer(module: NativeModule, target: Target) -> tuple[Json, dict[str, T
         UserError: tensors that a plain dense layer does not have.
     """
     for name in module.layer:
-        if name.rpartition(".")[0] not in _PLAIN:
+        if name.rpartition(".")[0] not in starts.LAYER_PARTS:
             raise UserError(f"not a plain dense layer, which has no {name}")
     state = _plain_norms(module.layer, target)
     gate = state.get("mlp.gate_proj.weight", torch.empty(1))
