@@ -102,7 +102,7 @@ class BlockDrafter(DecoderDrafter):
             self.mask = nn.Parameter(torch.randn(h) * h**-0.5)
         # The target's factor of logits. Its bare head rows lack it, so the final norm applies it.
         self.logit_scale = 1.0
-        self.finish(config.num_hidden_layers, config.train_head, config.windows)
+        self.finish(config.train_head)
 
     def bind(self, target: Target) -> None:
         super().bind(target)

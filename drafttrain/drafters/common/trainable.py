@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -418,13 +418,8 @@ class DecoderDrafter(TrainableDrafter):
     name_options = ("extra_vocab_size",)
     context: ContextVocabulary | None = None
 
-    def finish(self, layers: int, own_head: bool, windows: Sequence[int] = ()) -> None:
-        """Ends a kind's `__init__`.
-
-        Args:
-            layers: layers with a key-value cache of their own. own_head: it has a head of its own.
-            windows: of each layer; none where all have the config's.
-        """
+    def finish(self, own_head: bool) -> None:
+        """Ends a kind's `__init__`. own_head: it has a head of its own."""
         config = self.config
         self.lm_head = None
         if own_head:
@@ -433,12 +428,12 @@ class DecoderDrafter(TrainableDrafter):
         self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
         self.rotary = Rotary(config.head_dim, config.rope_parameters)
-        self.windows = tuple(windows) or (config.sliding_window,) * layers
+        self.windows = config.windows
         self.gradient_checkpointing = False
         self.post_init()
 
     def _use_head(self, head: nn.Linear | PackedLinear) -> None:
-        vars(self)["head"] = head
+        self.__dict__["head"] = head
 
     @classmethod
     def begin(

@@ -87,7 +87,7 @@ class Eagle1(LayerDrafter):
         self.norm: RMSNorm | None = None
         if config.normed_layers:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.finish(config.num_hidden_layers, own_head=False)
+        self.finish(own_head=False)
 
     @property
     def token_weight(self) -> float:

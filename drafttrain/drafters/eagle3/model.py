@@ -113,7 +113,7 @@ class Eagle3(LayerDrafter):
         for i in range(1, config.num_hidden_layers):
             self.layers[str(i)] = DraftLayer(config)
         self.norm = RMSNorm(h, eps)
-        self.finish(config.num_hidden_layers, own_head=True)
+        self.finish(own_head=True)
 
     @classmethod
     def begin(

@@ -115,7 +115,7 @@ class MTP(LayerDrafter):
         super().__init__(config)
         self.blocks: Any = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.finish(layers=1, own_head=config.train_head)
+        self.finish(config.train_head)
         own = self.blocks[0].layer
         if isinstance(own, OwnLayer):
             self.rotary = FamilyRotary(own)
