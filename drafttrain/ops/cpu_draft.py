@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.ops.cpu_layers import DecoderLayer, fields, make_struct
+from drafttrain.ops.layer_ops import Tables
 from drafttrain.ops.native import built_kernels
 from drafttrain.ops.packing import (
     PackedLinear,
@@ -35,7 +36,7 @@ from drafttrain.ops.tree_cache import Addresses
 _STRIP = 64  # as in cpu_draft.c
 _LEVELS = 15  # highest of the integers that weights are rounded to
 OPENED = 64  # most tokens of a tree whose children are drafted, the root included
-RotaryOf = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+RotaryOf = Callable[[Tensor, torch.dtype], Tables]
 
 
 class _Head(ctypes.Structure):
@@ -546,7 +547,7 @@ class DraftStep:
             (tokens[i, :n], parents[i, :n].tolist(), scores[i, :n]) for i, n in enumerate(sizes)
         ]
 
-    def _tables(self, end: int) -> tuple[Tensor, Tensor]:
+    def _tables(self, end: int) -> Tables:
         """Cosine and sine of at least the positions [0, end), which callers must hold."""
         known = self._known  # another thread may replace the tables by shorter ones
         if end > len(known[0]):

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from drafttrain.ops.layer_ops import Tables
 from drafttrain.ops.native import built_kernels
 from drafttrain.ops.packing import (
     ROUNDED,
@@ -201,13 +202,12 @@ class DecoderLayer:
     def project(
         self,
         x: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
+        tables: Tables,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The half before the attention: norm, projections, rotation.
 
         Args:
-            x: [n, width]. cosine, sine: [n, rotary_dim] or [n, 1, rotary_dim]. All float32 and
+            x: [n, width]. tables: cosine, sine [n, rotary_dim] or [n, 1, rotary_dim]. All float32 and
                 contiguous.
 
         Returns:
@@ -215,6 +215,7 @@ class DecoderLayer:
         """
         sizes = (self.heads, self.kv_heads, self.kv_heads)
         check("x", x, (len(x), self.width))
+        cosine, sine = tables
         for name, table in (("cosine", cosine), ("sine", sine)):
             flat = table
             if table.dim() == 3:
@@ -259,8 +260,7 @@ class DecoderLayer:
         self,
         state: Tensor,
         read: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
+        tables: Tables,
         attend: Attend,
         queries: Tensor | None = None,
     ) -> Tensor:
@@ -274,7 +274,7 @@ class DecoderLayer:
         Returns:
             [n or m, h].
         """
-        query, key, value = self.project(read, cosine, sine)
+        query, key, value = self.project(read, tables)
         if queries is None:
             out = state.clone()  # [n, h], which `finish` changes
         else:

@@ -222,8 +222,7 @@ class NativeBody:
         for i, layer in enumerate(self.layers):
             if i in wanted:
                 caught.append(x.clone())
-            cosine, sine = tables[self.rotary.of_layer[i]]
-            query, key, value = layer.project(x, cosine, sine)
+            query, key, value = layer.project(x, tables[self.rotary.of_layer[i]])
             attended = context.attend(
                 i,
                 query.transpose(0, 1)[None],  # [1, heads, n, e]

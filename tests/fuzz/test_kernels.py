@@ -287,7 +287,7 @@ def make_layer(random: Random, width: int = 32, hidden: int = 32, e: int = 16) -
 def project(random: Random):
     layer = make_layer(random)
     args = {"x": draw(random, 3, 32), "cosine": draw(random, 3, 16), "sine": draw(random, 3, 1, 16)}
-    return args, lambda **args: list(layer.project(**args)), None
+    return args, lambda x, cosine, sine: list(layer.project(x, (cosine, sine))), None
 
 
 def finish(random: Random):
@@ -332,9 +332,8 @@ def new_layer(random: Random):
         )
         layer = DecoderLayer(attention, mlp, rotary_dim, 1e-5, **norms)
         y = x.clone()
-        query, _, _ = layer.project(
-            x, table[:, :rotary_dim].contiguous(), table[:, :rotary_dim].contiguous()
-        )
+        rotated = table[:, :rotary_dim].contiguous()
+        query, _, _ = layer.project(x, (rotated, rotated))
         layer.finish(y, query.contiguous())
         return y
 
@@ -408,7 +407,7 @@ def draft(random: Random):
         layout = TreeLayout(prefix, parents)
         end = prefix + len(parents) + 1
         x = F.linear(torch.cat((embeds, states), -1), weights.project)
-        query, *new = layer.project(x, *(table[layout.positions()[0]] for table in tables))
+        query, *new = layer.project(x, [table[layout.positions()[0]] for table in tables])
         rows = [
             torch.cat((buffer[:, :prefix], part.transpose(0, 1)), 1)
             for buffer, part in zip(buffers, new, strict=True)

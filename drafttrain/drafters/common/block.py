@@ -34,6 +34,7 @@ from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Pla
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.losses import Aligned, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftStep, DraftWeights, kernel_of
+from drafttrain.ops.layer_ops import Tables
 from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.target import Target
 
@@ -175,7 +176,7 @@ class BlockDrafter(DecoderDrafter):
         depth = self.config.depth
         state = self.enter(roots.to(self.fc.weight.dtype))  # [m * size, h]
         positions = (begins[:, None] + torch.arange(size, device=begins.device)).flatten()
-        cos, sin = self.rotary.tables(positions, state.dtype)
+        tables = self.rotary.tables(positions, state.dtype)
         # [m * depth] int64, the tokens that predict
         tokens = torch.arange(len(state), device=state.device).view(-1, size)
         last = tokens[:, -depth:].flatten()
@@ -184,8 +185,7 @@ class BlockDrafter(DecoderDrafter):
             state = layer(
                 state,
                 None,
-                cos,
-                sin,
+                tables,
                 attend,
                 queries,
             )
@@ -337,7 +337,7 @@ class BlockDrafter(DecoderDrafter):
         self,
         number: int,
         context: Tensor,
-        tables: tuple[Tensor, Tensor],
+        tables: Tables,
         spans: Spans,
         part: Part,
         sizes: tuple[list[int], list[int]],
@@ -350,14 +350,13 @@ class BlockDrafter(DecoderDrafter):
                 the rows.
             sizes: blocks and context tokens of each process.
         """
-        cos, sin = tables
         blocks, tokens = sizes
         attention = self.decoder_layers[number].self_attn
         asked = [self.computed[number] * n for n in blocks]  # queries of each process
         held = [self.config.block_size * n for n in blocks]  # tokens of its blocks
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            base_key, base_value = attention.keys_values(context, cos, sin)  # [t, kv_heads, e]
+            base_key, base_value = attention.keys_values(context, tables)  # [t, kv_heads, e]
             own = [key, value]
             if attention.attention_sink_bias is not None:
                 own.append(part.own_heads(attention.attention_sink_bias))
@@ -462,9 +461,9 @@ class BlockDrafter(DecoderDrafter):
         if step is not None and step.reads_context and placed is not None:
             step.store_context(context, placed)
         else:
-            cos, sin = self.rotary.tables(at.positions, context.dtype)
+            tables = self.rotary.tables(at.positions, context.dtype)
             for i, layer in enumerate(self.decoder_layers):
-                key, value = layer.self_attn.keys_values(context, cos, sin)
+                key, value = layer.self_attn.keys_values(context, tables)
                 at.store(i, key, value)  # [n, kv_heads, e] each
         return ids[at.ends]
 

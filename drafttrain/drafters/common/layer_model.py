@@ -183,7 +183,7 @@ class LayerDrafter(DecoderDrafter):
         Returns:
             [t or queries, h], the state that the next depth reads.
         """
-        cos, sin = self.rotary.tables(positions, state.dtype)  # [t, 1, r] each
+        tables = self.rotary.tables(positions, state.dtype)
         layers = self.layers_at(depth)
         state, read = self.enter(state, embeds.to(state.dtype), depth)
         for layer, attend in zip(layers, attends, strict=True):
@@ -192,8 +192,7 @@ class LayerDrafter(DecoderDrafter):
             state = layer(
                 state,
                 read,
-                cos,
-                sin,
+                tables,
                 attend,
                 wanted,
             )  # [t or queries, h]

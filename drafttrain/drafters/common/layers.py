@@ -18,7 +18,7 @@ from drafttrain.batch import Attend, Part
 from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json, value_of
 from drafttrain.ops.cpu_layers import DecoderLayer
-from drafttrain.ops.layer_ops import has_kernels, rotate_heads
+from drafttrain.ops.layer_ops import Tables, has_kernels, rotate_heads
 from drafttrain.ops.packing import SKINNY_ROWS
 
 LayerShape = LayerConfig | BlockConfig
@@ -52,7 +52,7 @@ class Rotary:
         """[r / 2] float32, radians per position; other trainers store `rotary_emb.inv_freq`."""
         return self._frequencies(torch.device("cpu"))[0]
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
         """positions [t] int64, also negative ones -> cos, sin [t, 1, r]."""
         device = positions.device
         if device not in self._known:
@@ -98,13 +98,14 @@ def moved(place: Tensor, most: int, part: Part) -> Tensor:
     return torch.where(place < ANCHORED, place, place + offset)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [t, heads, e]; cos, sin [t, 1, r] with r <= e."""
+def rotate(x: Tensor, tables: Tables) -> Tensor:
+    """x [t, heads, e]; tables: cos and sin [t, 1, r] with r <= e."""
+    cos, sin = tables
     if not torch.is_grad_enabled() and x.dtype == cos.dtype and has_kernels(x):
-        return rotate_heads(x, (cos, sin))
+        return rotate_heads(x, tables)
     width = cos.shape[-1]
     if width < x.shape[-1]:
-        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+        return torch.cat((rotate(x[..., :width], tables), x[..., width:]), dim=-1)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
@@ -147,38 +148,37 @@ class Attention(nn.Module):
         if config.attention_sink_bias:
             self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads))
 
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """x [t, width]; cos, sin [t, 1, r] -> rotated keys and values [t, kv_heads, e]."""
+    def keys_values(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+        """x [t, width]; tables as in `rotate` -> rotated keys and values [t, kv_heads, e]."""
         shape = (-1, self.kv_heads, self.head_dim)
         key = self.k_norm(self.k_proj(x).view(shape))
         value = self.v_proj(x).view(shape)
-        return rotate(key, cos, sin), value
+        return rotate(key, tables), value
 
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Tables,
         attend: Attend,
         queries: Tensor | None = None,
     ) -> Tensor:
         """Attention over the keys that `attend` selects, cached ones included.
 
         Args:
-            x: [t, width], a key and a value each; cos, sin: [t, 1, r].
+            x: [t, width], a key and a value each. tables: as in `rotate`.
             queries: [tq] int64 rows of x that need an output; None means all.
 
         Returns:
             [tq, hidden].
         """
-        key, value = self.keys_values(x, cos, sin)  # [t, kv_heads, e] each
+        key, value = self.keys_values(x, tables)  # [t, kv_heads, e] each
         if queries is not None:
             x = x[queries]
-            cos = cos[queries]
-            sin = sin[queries]
+            cos, sin = tables
+            tables = (cos[queries], sin[queries])
         # One name for both, so that only the rotated queries live while they attend.
         query = self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim))  # [tq, heads, e]
-        query = rotate(query, cos, sin)
+        query = rotate(query, tables)
         return self.o_proj(attend(query, key, value))
 
 
@@ -249,8 +249,7 @@ class DraftLayer(nn.Module):
         self,
         state: Tensor,
         embeds: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Tables,
         attend: Attend,
         queries: Tensor | None,
     ) -> Tensor:
@@ -261,8 +260,7 @@ class DraftLayer(nn.Module):
                 self._attended,
                 state,
                 embeds,
-                cos,
-                sin,
+                tables,
                 attend,
                 queries,
             )
@@ -274,12 +272,11 @@ class DraftLayer(nn.Module):
             return self.native.forward(
                 state,
                 x,
-                cos,
-                sin,
+                tables,
                 attend,
                 queries,
             )
-        state = self._attended(state, embeds, cos, sin, attend, queries)
+        state = self._attended(state, embeds, tables, attend, queries)
         return self._transformed(state)
 
     def _inputs(self, state: Tensor, embeds: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -296,8 +293,7 @@ class DraftLayer(nn.Module):
         self,
         state: Tensor,
         embeds: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Tables,
         attend: Attend,
         queries: Tensor | None,
     ) -> Tensor:
@@ -305,7 +301,7 @@ class DraftLayer(nn.Module):
         state, x = self._inputs(state, embeds)
         if queries is not None:
             state = state[queries]
-        return state + self.self_attn(x, cos, sin, attend, queries)
+        return state + self.self_attn(x, tables, attend, queries)
 
     def _transformed(self, state: Tensor) -> Tensor:
         """The state behind the MLP, [t, h]."""

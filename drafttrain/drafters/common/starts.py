@@ -555,8 +555,8 @@ def _set_block_attention(
         share = min(1.0, SCORE / strength)
     turned = share * slow + (1 - share**2) ** 0.5 * aside
     # Queries of context heads match the key at the position before.
-    cos, sin = rotary.tables(torch.tensor([-1], device=gram.device), torch.float32)
-    newest = rotate(every[None, None], cos, sin)[0, 0]
+    tables = rotary.tables(torch.tensor([-1], device=gram.device), torch.float32)
+    newest = rotate(every[None, None], tables)[0, 0]
     for part, heads, key, query, sign in (
         (token, range(tokens), slow, turned, 1.0),
         (context, range(tokens, kv), every, newest, -1.0),

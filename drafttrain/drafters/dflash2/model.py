@@ -31,6 +31,7 @@ from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Children
 from drafttrain.errors import UserError
 from drafttrain.losses import Aligned
+from drafttrain.ops.layer_ops import Tables
 from drafttrain.values import Count, Size, Weight
 
 
@@ -119,13 +120,12 @@ class ConvLayer(DraftLayer):
         self,
         state: Tensor,
         embeds: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Tables,
         attend: Attend,
         queries: Tensor | None,
     ) -> Tensor:
         x, delta = self.attention_conv(self.input_layernorm(state))
-        return state + self.attention_conv.behind(self.self_attn(x, cos, sin, attend), delta)
+        return state + self.attention_conv.behind(self.self_attn(x, tables, attend), delta)
 
     def _transformed(self, state: Tensor) -> Tensor:
         x, delta = self.mlp_conv(self.post_attention_layernorm(state))

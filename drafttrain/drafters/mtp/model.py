@@ -30,6 +30,7 @@ from drafttrain.drafters.mtp.checkpoint_modules import NativeModule, plain_layer
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.ops.cpu_draft import DraftWeights
+from drafttrain.ops.layer_ops import Tables
 from drafttrain.target import Target
 from drafttrain.target.own_layer import (
     PLACES,
@@ -101,7 +102,7 @@ class FamilyRotary(Rotary):
     def __init__(self, layer: OwnLayer):
         self.layer = layer
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
         return self.layer.tables(positions, dtype)
 
 
@@ -336,21 +337,19 @@ class MTP(LayerDrafter):
         This one's is a plain layer, the other's an `OwnLayer`.
         """
         own = other.blocks[0].layer
-        states, cos, sin = own.probe()
+        states, tables = own.probe()
         theirs = own(
             states,
             None,
-            cos,
-            sin,
+            tables,
             causal,
             None,
         )
-        cos, sin = self.rotary.tables(torch.tensor(PLACES), states.dtype)
+        tables = self.rotary.tables(torch.tensor(PLACES), states.dtype)
         ours = self.blocks[0].layer(
             states,
             None,
-            cos,
-            sin,
+            tables,
             causal,
             None,
         )
