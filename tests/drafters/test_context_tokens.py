@@ -82,7 +82,7 @@ def test_each_sequence_has_its_own_tokens_and_text_stays_the_targets(kind):
                 drafter.extend_all(
                     own, [prompts[row][1:] for row in rows], [features[row][:-1] for row in rows]
                 )
-                trees += drafter.propose_all(own, [spec] * len(own), [None] * len(own))
+                trees += drafter.propose_all(own, spec, [None] * len(own))
             drafted[not together] = [set(tree.tokens.tolist()) for tree in trees]
         assert drafted[0] == drafted[1]
         for session, prompt in zip(sessions, prompts, strict=True):

@@ -28,7 +28,7 @@ from drafttrain.batch import (
     anchors_by_depth,
     sums_by_depth,
 )
-from drafttrain.drafters.base import Specs, StepInputs
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.layers import DraftLayer, moved
 from drafttrain.drafters.common.rows import (
     Ask,
@@ -42,6 +42,7 @@ from drafttrain.drafters.common.rows import (
     tree_shape,
 )
 from drafttrain.drafters.common.trainable import DecoderDrafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights, kernel_of
 from drafttrain.ops.path_attention import PathAttention
@@ -472,10 +473,10 @@ class LayerDrafter(DecoderDrafter):
     def grow_by_kernel(
         self,
         sessions: Sessions,
-        specs: Specs,
+        spec: TreeSpec,
         roots: Tensor,
     ) -> list[TokenTree] | None:
-        shape = tree_shape(specs)
+        shape = tree_shape(spec)
         table = self.embed_table
         if shape is None or table is None or len(self.draft_steps) != 1 or shape.opens > OPENED:
             return None

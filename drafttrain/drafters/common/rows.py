@@ -292,7 +292,7 @@ class Steps(Protocol):
     def propose(
         self,
         sessions: Sessions,
-        specs: Sequence[TreeSpec],
+        spec: TreeSpec,
         samplers: Sequence[Sampler | None],
     ) -> list[TokenTree] | None: ...
 
@@ -469,7 +469,7 @@ class JointSession(Session):
         self.drafter.extend_all([self], [tokens], [features])
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        return self.drafter.propose_all([self], [spec], [sampler])[0]
+        return self.drafter.propose_all([self], spec, [sampler])[0]
 
 
 class HostPlaces:
@@ -514,25 +514,25 @@ class HostPlaces:
 def propose(
     drafter: Any,
     sessions: Sessions,
-    specs: Sequence[TreeSpec],
+    spec: TreeSpec,
     samplers: Sequence[Sampler | None],
 ) -> list[TokenTree]:
     """Drafts a tree per session, see `Drafter.propose_all`."""
     steps = sessions[0].steps
     if steps is not None:
-        static = steps.propose(sessions, specs, samplers)
+        static = steps.propose(sessions, spec, samplers)
         if static is not None:
             return static
 
     # Sessions that cannot draft get empty trees; the others draft together.
-    ready = [row for row, session in enumerate(sessions) if session.reads_to(specs[row])]
+    ready = [row for row, session in enumerate(sessions) if session.reads_to(spec)]
     if len(ready) < len(sessions):
         trees = [TokenTree.empty(drafter.kept_ids.device)] * len(sessions)
         if ready:
             drafted = propose(
                 drafter,
                 [sessions[row] for row in ready],
-                [specs[row] for row in ready],
+                spec,
                 [samplers[row] for row in ready],
             )
             for row, tree in zip(ready, drafted, strict=True):
@@ -540,30 +540,30 @@ def propose(
         return trees
 
     roots = cat([session.root for session in sessions])  # [sessions, ...]
-    grown = drafter.grow_by_kernel(sessions, specs, roots)
+    grown = drafter.grow_by_kernel(sessions, spec, roots)
     if grown is not None:
         return grown
-    return _grow_on_host(drafter, sessions, specs, samplers, roots)
+    return _grow_on_host(drafter, sessions, spec, samplers, roots)
 
 
 def _grow_on_host(
     drafter: Any,
     sessions: Sessions,
-    specs: Sequence[TreeSpec],
+    spec: TreeSpec,
     samplers: Sequence[Sampler | None],
     roots: Tensor,
 ) -> list[TokenTree]:
     """Grows all trees together below roots [R, ...], one pass per depth."""
-    width = widest(specs)
+    width = widest(spec)
     if any(session.text for session in sessions):  # joined tokens need all logits
         width = None
-    places = HostPlaces(sessions, max(spec.depth for spec in specs))
+    places = HostPlaces(sessions, spec.depth)
     first, ask = drafter.draft(roots, places, width)
     trees = []
     for row, session in enumerate(sessions):
-        spec, ids = session.form(specs[row])
+        own, ids = session.form(spec)
         tree = GrowingTree(
-            spec,
+            own,
             session.read_children(first.part(slice(row, row + 1))),
             ids,
             samplers[row],
@@ -597,7 +597,7 @@ def _grow_on_host(
 
     drafted = []
     for row, grown in enumerate(grow_trees(trees, step)):
-        drafted.append(sessions[row].offer(grown, specs[row]))
+        drafted.append(sessions[row].offer(grown, spec))
     return drafted
 
 
@@ -630,18 +630,9 @@ def extend(
         session.commit(rest, roots[row : row + 1])
 
 
-def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
-    """The greedy tree that a kernel grows for all of these specs.
-
-    None if they differ, draw tokens, or have paths of ranks.
-    """
-    if all(other == specs[0] for other in specs[1:]):
-        return _shape_of(specs[0])
-    return None
-
-
 @functools.cache
-def _shape_of(spec: TreeSpec) -> TreeShape | None:
+def tree_shape(spec: TreeSpec) -> TreeShape | None:
+    """The greedy tree that a kernel grows; None if tokens are drawn, or paths of ranks."""
     if spec.sampled or spec.shape not in ("chain", "fanout", "dynamic"):
         return None
     fanout = () if spec.shape == "dynamic" else spec.fanout

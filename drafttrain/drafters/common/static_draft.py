@@ -488,12 +488,11 @@ class DraftSteps:
     def propose(
         self,
         sessions: Sequence[JointSession],
-        specs: Sequence[TreeSpec],
+        spec: TreeSpec,
         samplers: Sequence[Sampler | None],
     ) -> list[TokenTree] | None:
         """A tree per session, as `Drafter.propose_all`; None where dynamic passes must draft."""
-        spec = specs[0]
-        if any(other != spec for other in specs) or not TensorGrowth.serves(spec):
+        if not TensorGrowth.serves(spec):
             return None
         growth = self._growth(spec)
         rows = padded_rows(len(sessions))

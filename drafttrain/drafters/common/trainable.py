@@ -18,7 +18,6 @@ from drafttrain.drafters.base import (
     Drafter,
     KeepTokens,
     Session,
-    Specs,
 )
 from drafttrain.drafters.common import lora, rows
 from drafttrain.drafters.common.context_tokens import ContextVocabulary
@@ -381,7 +380,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     def grow_by_kernel(
         self,
         sessions: rows.Sessions,
-        specs: Specs,
+        spec: TreeSpec,
         roots: Tensor,
     ) -> list[TokenTree] | None:
         """Greedy trees below roots [R, ...] by one C call; None where it does not apply."""

@@ -244,20 +244,13 @@ class GrowingTree:
         self._level = level
 
 
-def widest(specs: Sequence[TreeSpec]) -> int | None:
-    """The most top tokens that any node of these trees needs; None if some tokens are drawn.
-
-    Drawing needs all logits.
-    """
-    width = 1
-    for spec in specs:
-        if spec.sampled:
-            return None
-        own = spec.top_k
-        if spec.paths:
-            own = 1 + max(map(max, spec.paths))
-        width = max(width, own)
-    return width
+def widest(spec: TreeSpec) -> int | None:
+    """The most top tokens that any node of a tree needs; None if tokens are drawn, of all logits."""
+    if spec.sampled:
+        return None
+    if spec.paths:
+        return 1 + max(map(max, spec.paths))
+    return max(1, spec.top_k)  # of `none`, too
 
 
 def grow_trees(
