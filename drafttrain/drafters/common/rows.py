@@ -428,10 +428,6 @@ class JointSession(Session):
         if self.text is not None:
             self.text.read(tokens.tolist())
 
-    def reads_to(self, spec: TreeSpec) -> bool:
-        """Whether a tree can be drafted."""
-        return True
-
     def form(self, spec: TreeSpec) -> tuple[TreeSpec, Tensor | None]:
         """The tree to grow for a spec, and the target id of each drafter id; None if equal."""
         return spec, self.ids
@@ -525,7 +521,10 @@ def propose(
             return static
 
     # Sessions that cannot draft get empty trees; the others draft together.
-    ready = [row for row, session in enumerate(sessions) if session.reads_to(spec)]
+    ready = []
+    for row, session in enumerate(sessions):
+        if session.root is not None and session.reaches(spec.depth):
+            ready.append(row)
     if len(ready) < len(sessions):
         trees = [TokenTree.empty(drafter.kept_ids.device)] * len(sessions)
         if ready:
