@@ -525,24 +525,18 @@ def propose(
     for row, session in enumerate(sessions):
         if session.root is not None and session.reaches(spec.depth):
             ready.append(row)
-    if len(ready) < len(sessions):
-        trees = [TokenTree.empty(drafter.kept_ids.device)] * len(sessions)
-        if ready:
-            drafted = propose(
-                drafter,
-                [sessions[row] for row in ready],
-                spec,
-                [samplers[row] for row in ready],
-            )
-            for row, tree in zip(ready, drafted, strict=True):
-                trees[row] = tree
+    trees = [TokenTree.empty(drafter.kept_ids.device)] * len(sessions)
+    if not ready:
         return trees
-
-    roots = cat([session.root for session in sessions])  # [sessions, ...]
-    grown = drafter.grow_by_kernel(sessions, spec, roots)
-    if grown is not None:
-        return grown
-    return _grow_on_host(drafter, sessions, spec, samplers, roots)
+    drafting = [sessions[row] for row in ready]
+    roots = cat([session.root for session in drafting])  # [ready, ...]
+    drafted = drafter.grow_by_kernel(drafting, spec, roots)
+    if drafted is None:
+        drawing = [samplers[row] for row in ready]
+        drafted = _grow_on_host(drafter, drafting, spec, drawing, roots)
+    for row, tree in zip(ready, drafted, strict=True):
+        trees[row] = tree
+    return trees
 
 
 def _grow_on_host(
