@@ -459,10 +459,8 @@ class TreeCache(CacheRows):
         elif _on_gpu(query) and few:
             # A spread target has layers on several devices.
             if self._plan is None or self._plan_device != query.device:
-                rows = [row for row, _ in self.opened]
-                layouts = [layout for _, layout in self.opened]
                 self._plan_device = query.device
-                self._plan = PackedPlan.build(layouts, rows, query.device)
+                self._plan = PackedPlan.build(opened, query.device)
             keys, values = self.by_row(layer)
             return packed_tree_attention(
                 query,

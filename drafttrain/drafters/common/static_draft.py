@@ -36,7 +36,12 @@ from drafttrain.ops.graphs import (
 )
 from drafttrain.ops.sampling import Sampler, SamplingParams
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
-from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, packed_tree_attention
+from drafttrain.ops.tree_attention_triton import (
+    Opened,
+    PackedPlan,
+    PlanShape,
+    packed_tree_attention,
+)
 from drafttrain.ops.tree_cache import TreeCache
 
 _WORD = 32  # bits of a word of ancestor masks
@@ -257,8 +262,7 @@ class ReadStep:
 
     def fill(
         self,
-        rows: Sequence[int],
-        layouts: Sequence[TreeLayout],
+        opened: Opened,
         ids: Tensor,
         features: Tensor,
     ) -> None:
@@ -267,11 +271,11 @@ class ReadStep:
         cache = self.steps.cache
         self.ids[:n].copy_(ids)
         self.features[:n].copy_(features)
-        ends = np.cumsum([layout.count for layout in layouts]) - 1
-        spare = self.shape.rows - len(rows)  # padding rows use the cache's last row
-        more = list(rows) + [cache.rows - 1] * spare
+        ends = np.cumsum([layout.count for _, layout in opened]) - 1
+        spare = self.shape.rows - len(opened)  # padding rows use the cache's last row
+        more = [row for row, _ in opened] + [cache.rows - 1] * spare
         more += ends.tolist() + [0] * spare
-        self.places.fill(list(zip(rows, layouts, strict=True)), cache.capacity, more)
+        self.places.fill(opened, cache.capacity, more)
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -465,18 +469,16 @@ class DraftSteps:
         if end + padding > self.cache.capacity:
             return False
 
-        rows = []
-        layouts = []
+        opened = []
         for session, count in zip(sessions, counts, strict=True):
             self._take_root(session)
-            rows.append(session.row)
-            layouts.append(TreeLayout(session.length, count=count))
+            opened.append((session.row, TreeLayout(session.length, count=count)))
         ids = torch.cat(list(tokens))  # [n]
         states = torch.cat(list(features))  # [n, f*h]
         run = self._captured.step(
             shape,
             lambda: ReadStep(self, shape, states),
-            lambda step: step.fill(rows, layouts, ids, states),
+            lambda step: step.fill(opened, ids, states),
         )
         if run is None:
             return False
