@@ -172,27 +172,21 @@ class HostPass(DraftPass):
     """A pass over the sessions' own caches.
 
     Args:
-        counts: new tokens of each session. last: the last layer computes each session's last token
-            only.
-        layouts: where the tokens stand; None: in a row behind the committed ones. The caches get
-            room for them.
+        layouts: where each session's new tokens stand. The caches get room for them.
+        last: the last layer computes each session's last token only.
     """
 
     def __init__(
         self,
         sessions: Sessions,
-        counts: Sequence[int],
+        layouts: Sequence[TreeLayout],
         last: bool = False,
-        layouts: Sequence[TreeLayout] | None = None,
     ):
         self.sessions = sessions
-        self.counts = counts
+        self.layouts = layouts
+        self.counts = [layout.count for layout in layouts]
         self.last = last
         self.windows = sessions[0].drafter.windows
-        if layouts is None:
-            pairs = zip(sessions, counts, strict=True)
-            layouts = [TreeLayout(session.length, count=count) for session, count in pairs]
-        self.layouts = layouts
         for session, layout in zip(sessions, layouts, strict=True):
             cache = session.cache
             cache.reserve(layout.end)  # a tree may reach beyond the longest sequence
@@ -481,29 +475,31 @@ class HostPlaces:
         computed: Sequence[int] | None = None,
         mutual: bool = False,
     ) -> HostPass:
-        layouts = None
-        if mutual:
-            layouts = [BlockLayout(session.length, count) for session in self.sessions]
-        return HostPass(self.sessions, [count] * len(self.sessions), layouts=layouts)
+        layouts: list[TreeLayout] = []
+        for session in self.sessions:
+            if mutual:
+                layouts.append(BlockLayout(session.length, count))
+            else:
+                layouts.append(TreeLayout(session.length, count=count))
+        return HostPass(self.sessions, layouts)
 
     def roots(self) -> HostPass:
         """The pass over each sequence's last committed token, which is stored already."""
         layouts = [TreeLayout(session.length - 1, count=1) for session in self.sessions]
-        return HostPass(self.sessions, [1] * len(layouts), layouts=layouts)
+        return HostPass(self.sessions, layouts)
 
     def open(self, growing: Sequence[GrowingTree]) -> HostPass:
         """The pass over the nodes that trees open."""
         own = []
-        counts = [len(tree.above) for tree in growing]
         layouts = []
-        for tree, count in zip(growing, counts, strict=True):
+        for tree in growing:
             session = self.sessions[tree.row]
             # The root is the last committed token; nodes stand behind it in the order they were
             # opened.
-            held = 1 + len(tree.opened) - count
+            held = 1 + len(tree.opened) - len(tree.above)
             own.append(session)
             layouts.append(TreeLayout(session.length - 1, tree.opened, held=held))
-        return HostPass(own, counts, layouts=layouts)
+        return HostPass(own, layouts)
 
 
 @without_grad
@@ -606,18 +602,20 @@ def extend(
     if steps is not None and steps.read(sessions, tokens, features):
         return
     reading = []
+    layouts = []
     unread = []
     states = []
     for session, new, own in zip(sessions, tokens, features, strict=True):
         rest = session.take(new)
         if rest.shape[0]:
             reading.append(session)
+            layouts.append(TreeLayout(session.length, count=rest.shape[0]))
             unread.append(rest)
             states.append(own)
     if not reading:
         return
     # Only each last token needs an output, the root of the next tree.
-    at = HostPass(reading, [rest.shape[0] for rest in unread], last=True)
+    at = HostPass(reading, layouts, last=True)
     roots = drafter.read_committed(cat(unread), cat(states), at)
     for row, (session, rest) in enumerate(zip(reading, unread, strict=True)):
         session.commit(rest, roots[row : row + 1])
