@@ -83,7 +83,7 @@ class Side:
             began = time.perf_counter()
             self.extend(*self.new)
             count = len(self.sessions)
-            self.drafter.propose_all(self.sessions, [self.spec] * count, [None] * count)
+            self.drafter.propose_all(self.sessions, self.spec, [None] * count)
             self.seconds.append(time.perf_counter() - began)
         for session, length in zip(self.sessions, held, strict=True):
             session.cache.lengths[0] = length

@@ -242,8 +242,8 @@ class Simulated(ForwardingDrafter):
             self.read[id(session)] = (count + len(new), text)
         self.inner.extend_all(sessions, tokens, features)
 
-    def propose_all(self, sessions: Sequence[Any], specs: Any, samplers: Any) -> list[TokenTree]:
-        trees = self.inner.propose_all(sessions, specs, samplers)
+    def propose_all(self, sessions: Sequence[Any], spec: Any, samplers: Any) -> list[TokenTree]:
+        trees = self.inner.propose_all(sessions, spec, samplers)
         return [
             self._corrected(session, tree) for session, tree in zip(sessions, trees, strict=True)
         ]

@@ -167,9 +167,9 @@ def plain_step(job: dict[str, Any], target: Target, drafter: Eagle3) -> Step:
                 (layer.input_layernorm(target.embed(ids).to(dtype)), layer.hidden_norm(state)),
                 dim=-1,
             )
-            cos, sin = drafter.rotary.tables((place + k).flatten(), dtype)
+            tables = drafter.rotary.tables((place + k).flatten(), dtype)
             query, key = (
-                rotate(linear(x).view(b * s, n, e), cos, sin).view(b, s, n, e).transpose(1, 2)
+                rotate(linear(x).view(b * s, n, e), tables).view(b, s, n, e).transpose(1, 2)
                 for linear, n in ((attention.q_proj, heads), (attention.k_proj, kv))
             )
             value = attention.v_proj(x).view(b, s, kv, e).transpose(1, 2)

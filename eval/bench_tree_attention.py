@@ -48,7 +48,7 @@ def make_sides(args: argparse.Namespace, device: torch.device, query: Tensor) ->
         for _ in range(args.batch)
     ]
     layouts = [TreeLayout(args.prefix, row) for row in parents]
-    plan = PackedPlan.build(layouts, device=device)
+    plan = PackedPlan.build(list(enumerate(layouts)), device)
     scaling = args.head_dim**-0.5
     packed = query.transpose(0, 1).reshape(1, args.heads, args.batch * args.nodes, args.head_dim)
     visible = torch.stack([layout.mask(None, 1, torch.empty(0))[1] == 0 for layout in layouts])[

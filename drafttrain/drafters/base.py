@@ -43,7 +43,6 @@ Source = Callable[[Batch], tuple[Tensor, TargetRows, Tensor]]
 KeepTokens = Callable[[int], Tensor]
 # Of several sessions, entry i belongs to session i.
 Tensors = Sequence[Tensor]  # tokens or features
-Specs = Sequence[TreeSpec]  # shapes of trees
 Samplers = Sequence[Sampler | None]  # which draw the trees' tokens
 # Values of a recipe's `init` that make a new drafter; any other value names a drafter to continue.
 NEW = ("target", "random", "native")
@@ -354,11 +353,11 @@ class Drafter(NamedDrafter):
     def propose_all(
         self,
         sessions: Sequence[Any],
-        specs: Specs,
+        spec: TreeSpec,
         samplers: Samplers,
     ) -> list[TokenTree]:
         """`Session.propose` of several of this drafter's sessions."""
         trees = []
-        for session, spec, sampler in zip(sessions, specs, samplers, strict=True):
+        for session, sampler in zip(sessions, samplers, strict=True):
             trees.append(session.propose(spec, sampler))
         return trees

@@ -145,16 +145,16 @@ class CombinedDrafter(Drafter):
     def propose_all(
         self,
         sessions: Sequence[CombinedSession],
-        specs: Sequence[TreeSpec],
+        spec: TreeSpec,
         samplers: Sequence[Sampler | None],
     ) -> list[TokenTree]:
         sides = [session.side for session in sessions]
-        found = self.side.propose_all(sides, [match_spec(spec) for spec in specs], samplers)
+        found = self.side.propose_all(sides, match_spec(spec), samplers)
 
         # Likely matches are drafted alone; the other rows need a pass of the main drafter.
         trees: dict[int, TokenTree] = {}
         rows = []
-        for row, (tree, spec) in enumerate(zip(found, specs, strict=True)):
+        for row, tree in enumerate(found):
             if self.side.drafts_alone and is_likely(tree, spec):
                 trees[row] = alone(tree, spec)
             else:
@@ -162,14 +162,14 @@ class CombinedDrafter(Drafter):
         if rows:
             drafted = self.main.propose_all(
                 [sessions[row].main for row in rows],
-                [specs[row] for row in rows],
+                spec,
                 [samplers[row] for row in rows],
             )
             trees |= zip(rows, drafted, strict=True)
             # An empty match has nothing to merge.
-            both = [row for row in rows if specs[row].shape == "dynamic" and len(found[row])]
+            both = [row for row in rows if spec.shape == "dynamic" and len(found[row])]
             if both:
-                trees |= self._merged(both, trees, found, specs)
+                trees |= self._merged(both, trees, found, spec.budget)
         return [trees[row] for row in range(len(sessions))]
 
     def _merged(
@@ -177,16 +177,15 @@ class CombinedDrafter(Drafter):
         rows: list[int],
         trees: Mapping[int, TokenTree],
         found: Sequence[TokenTree],
-        specs: Sequence[TreeSpec],
+        budget: int,
     ) -> dict[int, TokenTree]:
         """The trees of `rows` merged with their matches; one transfer each way for all of them."""
         device = trees[rows[0]].tokens.device
         # The merge walks nodes one by one, which needs them on the host.
         parts = [trees[row] for row in rows] + [found[row] for row in rows]
         parts = TokenTree.moved(parts, torch.device("cpu"))
-        merged = []
-        for i, row in enumerate(rows):
-            merged.append(merge(parts[i], parts[len(rows) + i], specs[row].budget))
+        pairs = zip(parts[: len(rows)], parts[len(rows) :], strict=True)
+        merged = [merge(tree, match, budget) for tree, match in pairs]
         return dict(zip(rows, TokenTree.moved(merged, device), strict=True))
 
 

@@ -161,8 +161,7 @@ def replayed_rows(
                 replay.read = replay.root
             drafter.extend_all(sessions, tokens, features)
 
-            count = len(running)
-            trees = drafter.propose_all(sessions, [spec] * count, [None] * count)
+            trees = drafter.propose_all(sessions, spec, [None] * len(running))
             for replay, tree in zip(running, trees, strict=True):
                 replay.commit(tree, spec.cut)
             running = [replay for replay in running if not replay.ended]

@@ -645,7 +645,7 @@ class Engine:
         samplers = [sequence.verifier.sampler for sequence in drafting]
         drafted = self.drafter.propose_all(
             sessions,
-            [spec] * len(drafting),
+            spec,
             samplers,
         )
         if self._probes:  # probes are merged on the host: one transfer each way for all sequences

@@ -30,8 +30,7 @@ from drafttrain.drafters.common.static_draft import DraftSteps, SlotAttention
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.ops.graphs import BUCKETS, Captured, GraphPool, PlanBuffers, step_shape
 from drafttrain.ops.sampling import argmax
-from drafttrain.ops.tree_attention import TreeLayout
-from drafttrain.ops.tree_attention_triton import PlanShape
+from drafttrain.ops.tree_attention_triton import Opened, PlanShape
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 
@@ -86,7 +85,7 @@ class StaticStep:
         # Hooks collect the features; they must be in place before the pass is captured.
         target.hook(self.feature_layers)
 
-    def fill(self, ids: Tensor, opened: Sequence[tuple[int, TreeLayout]]) -> None:
+    def fill(self, ids: Tensor, opened: Opened) -> None:
         """Writes the next pass to the buffers.
 
         Args:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.ops.cpu_layers import DecoderLayer, fields, make_struct
+from drafttrain.ops.layer_ops import Tables
 from drafttrain.ops.native import built_kernels
 from drafttrain.ops.packing import (
     PackedLinear,
@@ -36,6 +36,7 @@ from drafttrain.ops.tree_cache import Addresses
 _STRIP = 64  # as in cpu_draft.c
 _LEVELS = 15  # highest of the integers that weights are rounded to
 OPENED = 64  # most tokens of a tree whose children are drafted, the root included
+RotaryOf = Callable[[Tensor, torch.dtype], Tables]
 
 
 class _Head(ctypes.Structure):
@@ -220,25 +221,22 @@ class DraftWeights:
     residual_normed: bool = False  # the first layer's residual is the state behind `state_norm`
 
 
-class Placed(NamedTuple):
+class Placed:
     """Where the tokens of a call stand, and where their keys are.
 
-    Attributes:
+    Args:
         plan: of the sequences' new tokens, whose slots begin at 0.
         caches: of each sequence.
-        tables: cosine and sine [positions, 1, rotary_dim] of all positions from 0 on, float32.
-        window: visible positions, 0 for all.
+
+    Attributes:
+        rows: address of the addresses [sequences] of each one's struct buffers.
     """
 
-    plan: CpuPlan
-    caches: Sequence[Addresses]
-    tables: tuple[Tensor, Tensor]
-    window: int
-
-    @property
-    def rows(self) -> array[int]:
-        """[sequences], the addresses of each one's struct buffers."""
-        return array("Q", [cache.address for cache in self.caches])
+    def __init__(self, plan: CpuPlan, caches: Sequence[Addresses]):
+        self.plan = plan
+        self.caches = caches
+        self._rows = array("Q", [cache.address for cache in caches])
+        self.rows = address_of(self._rows)
 
 
 @dataclass(frozen=True)
@@ -293,6 +291,11 @@ class DraftStep:
     A depth over a few tokens reads some megabytes of weights in half a millisecond; torch's forty
     operations took longer.
 
+    Args:
+        layers: in order. weights: around them.
+        rotary: cosine and sine [t, 1, rotary_dim] of positions [t], in a dtype.
+        window: visible positions, 0 for all.
+
     Attributes:
         shapes: (kv_heads, head_dim) of each layer's keys and values.
 
@@ -300,7 +303,18 @@ class DraftStep:
         ValueError, TypeError: layers and weights that do not fit together.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], weights: DraftWeights):
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        weights: DraftWeights,
+        rotary: RotaryOf,
+        window: int = 0,
+    ):
+        if window < 0:
+            raise ValueError(f"window={window} may not be negative")
+        self.window = window
+        self._rotary = rotary
+        self._known = (torch.empty(0), torch.empty(0))  # cosine and sine of the first positions
         first = layers[0]
         h = weights.hidden
         joined = weights.embed_width + h
@@ -377,8 +391,7 @@ class DraftStep:
         self._check(at)
         made = states.new_empty(2, n, self.hidden)
         out = made.data_ptr()
-        rows = at.rows
-        cosine, sine = at.tables
+        cosine, sine = self._tables(at.plan.positions)
         self._kernels.draft_step(
             self._address,
             None if embeds is None else embeds.data_ptr(),
@@ -386,9 +399,9 @@ class DraftStep:
             n,
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(rows),
+            at.rows,
             at.plan.address,
-            at.window,
+            self.window,
             out,
             out + 4 * n * self.hidden,  # bytes
             torch.get_num_threads(),
@@ -426,8 +439,7 @@ class DraftStep:
         count = len(at.caches)
         made = features.new_empty(2, count, self.hidden)
         out = made.data_ptr()
-        rows = at.rows
-        cosine, sine = at.tables
+        cosine, sine = self._tables(at.plan.positions)
         self._kernels.draft_read(
             self._address,
             tokens.data_ptr(),
@@ -436,9 +448,9 @@ class DraftStep:
             table.data_ptr(),
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(rows),
+            at.rows,
             at.plan.address,
-            at.window,
+            self.window,
             out,
             out + 4 * count * self.hidden,  # bytes
             torch.get_num_threads(),
@@ -459,15 +471,14 @@ class DraftStep:
         self._check(at)
         if not self.reads_context:
             raise ValueError("query rows that are not a multiple of 32 share a panel with keys")
-        rows = at.rows
-        cosine, sine = at.tables
+        cosine, sine = self._tables(at.plan.positions)
         self._kernels.draft_context(
             self._address,
             states.data_ptr(),
             at.plan.tokens,
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(rows),
+            at.rows,
             at.plan.address,
             torch.get_num_threads(),
         )
@@ -503,10 +514,10 @@ class DraftStep:
         if head.width != self.hidden or shape.opens > OPENED or at.plan.counts != [1] * count:
             found = f"head of {head.width}, {shape.opens} opened, counts={at.plan.counts}"
             raise ValueError(f"{found}: must be {self.hidden}, at most {OPENED}, and 1 each")
-        self._check(at, shape.opens - 1, shape.depth - 1)  # nodes of the last depth are not read
-        rows = at.rows
+        self._check(at, shape.opens - 1)
         form, _ = shape.form
-        cosine, sine = at.tables
+        # Nodes of the last depth are not read.
+        cosine, sine = self._tables(at.plan.positions + shape.depth - 1)
         # What the kernel writes: nodes of each tree, and their numbers [sequences, budget].
         sizes = array("q", bytes(8 * count))
         # Rows have room for a full tree; a smaller one leaves the rest unwritten.
@@ -521,9 +532,9 @@ class DraftStep:
             kept_ids.data_ptr(),
             cosine.data_ptr(),
             sine.data_ptr(),
-            address_of(rows),
+            at.rows,
             at.plan.address,
-            at.window,
+            self.window,
             states.data_ptr(),
             reads.data_ptr(),
             tokens.ctypes.data,
@@ -536,29 +547,26 @@ class DraftStep:
             (tokens[i, :n], parents[i, :n].tolist(), scores[i, :n]) for i, n in enumerate(sizes)
         ]
 
-    def _check(
-        self,
-        at: Placed,
-        slots: int = 0,
-        positions: int = 0,
-    ) -> None:
-        """Raises unless caches and tables are large enough.
+    def _tables(self, end: int) -> Tables:
+        """Cosine and sine of at least the positions [0, end), which callers must hold."""
+        known = self._known  # another thread may replace the tables by shorter ones
+        if end > len(known[0]):
+            # Doubles: grows seldom.
+            positions = torch.arange(max(256, 1 << end.bit_length()))
+            known = self._rotary(positions, torch.float32)
+            for name, table in zip(("cosine", "sine"), known, strict=True):
+                check(name, table, (len(positions), 1, self.rotary_dim))
+            self._known = known
+        return known
 
-        Args:
-            slots: that the call takes behind each sequence's tokens. positions: that it reaches
-                behind theirs.
+    def _check(self, at: Placed, slots: int = 0) -> None:
+        """Raises unless the caches are large enough.
+
+        slots: that the call takes behind each sequence's tokens.
         """
         plan = at.plan
-        if plan.parts != len(at.caches) or at.window < 0:
-            raise ValueError(
-                f"parts={plan.parts}, caches={len(at.caches)}, window={at.window}: must be equal, and from 0 on"
-            )
-        # Siblings share a position, so a tree reaches fewer positions than it takes slots.
-        reach = plan.positions + positions
-        for name, table in zip(("cosine", "sine"), at.tables, strict=True):
-            count = check_rows(name, table, 1, self.rotary_dim)
-            if count < reach:
-                raise ValueError(f"{name} has {count} positions, but the tokens reach {reach}")
+        if plan.parts != len(at.caches):
+            raise ValueError(f"parts={plan.parts}, caches={len(at.caches)}: must be equal")
         for cache, end in zip(at.caches, plan.ends, strict=True):
             if cache.shapes != self.shapes or cache.slots < end + slots:
                 found = f"layers of {cache.shapes} with {cache.slots} slots"
@@ -568,7 +576,10 @@ class DraftStep:
 
 
 def kernel_of(
-    layers: Sequence[DecoderLayer | None], weights: DraftWeights | None
+    layers: Sequence[DecoderLayer | None],
+    weights: DraftWeights | None,
+    rotary: RotaryOf,
+    window: int,
 ) -> DraftStep | None:
     """The kernel of packed layers and what surrounds them; None for a form that kernels lack.
 
@@ -578,4 +589,4 @@ def kernel_of(
     natives = [layer for layer in layers if layer is not None]
     if weights is None or len(natives) < len(layers) or natives[0].head_dim % 16:
         return None
-    return DraftStep(natives, weights)
+    return DraftStep(natives, weights, rotary, window)

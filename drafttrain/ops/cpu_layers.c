@@ -513,7 +513,7 @@ void layer_after_attention(const struct layer *layer, float *x, const float *att
 
 /* -- body ----------------------------------------------------------------------------------------------------------- */
 
-/* How a layer attends; table: the rotary table that it reads. Mirrored in cpu_layers.py. */
+/* How a layer attends; table: the rotary table that it reads. Mirrored in target/native_body.py. */
 struct form { const float *sinks; long window, table; float scaling, softcap; };
 
 /* A layer's slots in a cache: keys and values [kv_heads, slots, e] with a stride per head, in numbers; bfloat16 if half. */

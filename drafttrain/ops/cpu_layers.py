@@ -1,42 +1,31 @@
-"""Decoder layers on a CPU as single calls of cpu_layers.c: one layer, or all layers of a target.
+"""A decoder layer on a CPU as two calls of cpu_layers.c, around an attention that the caller gives.
 
-A small model over a few tokens is some 1500 tiny torch operations, whose dispatch costs as much as
-reading the weights. Here
+    DecoderLayer   norm, projections, rotation | attention | output projection, norm, gated MLP
 
-    DecoderLayer   norm, projections, rotation | attention (the caller's) | output projection, norm, gated MLP
-    LayerStack     all layers of a target with the attention of the same C file: one call per forward
-
-An object holds packed weights and nothing else. Everything that belongs to a call (positions of
-tokens, the addresses of the cache, outputs) is an argument or is allocated by the call, because
-ctypes releases the GIL: threads share the weights.
+Drafters' and targets' layers are packed alike; calls over all layers read them by their addresses
+(cpu_draft.py, target/native_body.py). An object holds packed weights and nothing else. Everything
+that belongs to a call (positions of tokens, the addresses of the cache, outputs) is an argument or
+is allocated by the call, because ctypes releases the GIL: threads share the weights.
 """
 
 from __future__ import annotations
 
 import ctypes
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from drafttrain.ops.layer_ops import Tables
 from drafttrain.ops.native import built_kernels
 from drafttrain.ops.packing import (
     ROUNDED,
-    PackedLinear,
-    PackedRMSNorm,
-    address_of,
     check,
-    check_panels,
-    check_rows,
     form_of,
     pack_gated,
     pack_panels,
 )
-from drafttrain.ops.tree_attention import AttentionForm, CpuPlan
-from drafttrain.ops.tree_cache import Addresses
 
 # Attention of a caller: query [n, heads, e], key and value [n, kv_heads, e] -> [n, heads * e].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -213,13 +202,12 @@ class DecoderLayer:
     def project(
         self,
         x: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
+        tables: Tables,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The half before the attention: norm, projections, rotation.
 
         Args:
-            x: [n, width]. cosine, sine: [n, rotary_dim] or [n, 1, rotary_dim]. All float32 and
+            x: [n, width]. tables: cosine, sine [n, rotary_dim] or [n, 1, rotary_dim]. All float32 and
                 contiguous.
 
         Returns:
@@ -227,6 +215,7 @@ class DecoderLayer:
         """
         sizes = (self.heads, self.kv_heads, self.kv_heads)
         check("x", x, (len(x), self.width))
+        cosine, sine = tables
         for name, table in (("cosine", cosine), ("sine", sine)):
             flat = table
             if table.dim() == 3:
@@ -271,8 +260,7 @@ class DecoderLayer:
         self,
         state: Tensor,
         read: Tensor,
-        cosine: Tensor,
-        sine: Tensor,
+        tables: Tables,
         attend: Attend,
         queries: Tensor | None = None,
     ) -> Tensor:
@@ -286,7 +274,7 @@ class DecoderLayer:
         Returns:
             [n or m, h].
         """
-        query, key, value = self.project(read, cosine, sine)
+        query, key, value = self.project(read, tables)
         if queries is None:
             out = state.clone()  # [n, h], which `finish` changes
         else:
@@ -294,185 +282,3 @@ class DecoderLayer:
             query = query[queries]
         self.finish(out, attend(query, key, value))
         return out
-
-
-# struct form of cpu_layers.c: what a layer's attention computes.
-_FORM = np.dtype(
-    [
-        ("sinks", np.uint64),
-        ("window", np.int64),
-        ("table", np.int64),
-        ("scaling", np.float32),
-        ("softcap", np.float32),
-    ]
-)
-
-
-class Ending:
-    """The last norm and the head, which run in the same call as the layers.
-
-    One call is faster than two: after each large call Python starts with cold caches.
-
-    Args:
-        norm, head: packed; the head as a kernel. rows: n, of the forward that it ends.
-
-    Attributes:
-        last: [n, h], the normed state, which `LayerStack.forward` fills.
-        logits: [n, v], the head's products without its bias, likewise.
-
-    Raises:
-        ValueError: the head does not read what the norm gives.
-    """
-
-    def __init__(
-        self,
-        norm: PackedRMSNorm,
-        head: PackedLinear,
-        rows: int,
-    ):
-        panels = head.panels()
-        hidden = len(norm.weight)
-        vocabulary = head.out_features
-        check_panels("head", panels, hidden, vocabulary)
-        self.last = norm.weight.new_empty(rows, hidden)
-        self.logits = norm.weight.new_empty(rows, vocabulary)
-        self._kept = panels, norm.weight
-        self.arguments = (  # of body_forward
-            norm.weight.data_ptr(),
-            norm.eps,
-            self.last.data_ptr(),
-            panels.data_ptr(),
-            form_of(panels, head.rounded),
-            self.logits.data_ptr(),
-            vocabulary,
-        )
-
-
-_NO_ENDING = (None, 0.0, None, None, 0, None, 0)  # as Ending.arguments
-
-
-class LayerStack:
-    """All layers of a target in one call.
-
-    Args:
-        layers: in order. forms: how each layer attends. table_of: index of the rotary table that
-            each layer reads.
-
-    Attributes:
-        shapes: (kv_heads, head_dim) of each layer's keys and values.
-        served: whether the C attention supports these head widths.
-
-    Raises:
-        ValueError: layers, forms and tables that do not fit together.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[DecoderLayer],
-        forms: Sequence[AttentionForm],
-        table_of: Sequence[int],
-    ):
-        self.shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
-        self.served = all(width % 16 == 0 for _, width in self.shapes)
-        self.hidden = layers[0].hidden
-        self._layers = np.array([layer.address for layer in layers], dtype=np.uint64)
-        self._widths: set[tuple[int, int]] = set()  # rotary table, its width
-        kept: list[object] = [layers]
-        rows: list[tuple[float, ...]] = []  # of struct form
-        for layer, form, table in zip(layers, forms, table_of, strict=True):
-            if {layer.hidden, layer.width} != {self.hidden} or table < 0:
-                raise ValueError(
-                    f"a layer of width {layer.width} to {layer.hidden} does not continue one of {self.hidden}"
-                )
-            # 0 stands for none.
-            window = form["window"] or 0
-            softcap = form["softcap"] or 0
-            if window < 0 or softcap < 0:
-                raise ValueError(f"window={window}, softcap={softcap}: none may be negative")
-            sinks = 0
-            if form["sinks"] is not None:
-                numbers = form["sinks"].float().contiguous()  # [heads]
-                check("sinks", numbers, (layer.heads,))
-                kept.append(numbers)
-                sinks = numbers.data_ptr()
-            rows.append((sinks, window, table, form["scaling"], softcap))
-            self._widths.add((table, layer.rotary_dim))
-        self._kept = kept
-        self._forms = np.array(rows, dtype=_FORM)
-        # Read once: numpy looks addresses up slowly.
-        self._layers_address = self._layers.ctypes.data
-        self._forms_address = self._forms.ctypes.data
-        self._kernels = built_kernels()
-
-    def forward(
-        self,
-        x: Tensor,
-        tables: Sequence[tuple[Tensor, Tensor]],
-        plan: CpuPlan,
-        buffers: Addresses,
-        wanted: list[int],
-        ending: Ending | None = None,
-        placed: bool = False,
-    ) -> Tensor:
-        """Runs the layers over x [n, h] in place and stores the new keys and values.
-
-        Args:
-            tables: cosine and sine [rows, rotary_dim] of each rotary table. A row is a token's, or a
-                position's if they are `placed`, which the kernel then does.
-            plan: where each token stands.
-            buffers: of a cache, see `TreeCache.addresses`.
-            wanted: ascending layers whose inputs are returned; the number of layers means the last
-                layer's output.
-            ending: runs after the layers; None for none.
-
-        Returns:
-            [n, len(wanted), h].
-        """
-        n = plan.tokens
-        hidden = self.hidden
-        count = len(self._layers)
-        check("x", x, (n, hidden))
-        if not self.served or buffers.shapes != self.shapes or buffers.slots < plan.slots:
-            raise ValueError(
-                f"the cache holds {buffers.slots} slots of {buffers.shapes}, the call needs {plan.slots} of {self.shapes} "
-                "in multiples of 16"
-            )
-        ascending = sorted({i for i in wanted if 0 <= i <= count}) == wanted
-        last_table, _ = max(self._widths)  # pairs sort by table first
-        if not ascending or last_table >= len(tables):
-            raise ValueError(
-                f"wanted={wanted} must ascend from 0 to {count} at most; {len(tables)} rotary tables"
-            )
-        for i, width in self._widths:
-            for table in tables[i]:
-                rows = check_rows("cosine and sine", table, width)
-                fits = rows == n
-                if placed:
-                    fits = rows >= plan.positions
-                if not fits:
-                    raise ValueError(f"cosine and sine have {rows} rows, which do not fit the plan")
-        if ending is not None:
-            check("ending.last", ending.last, (n, hidden))
-        caught = x.new_empty((n, len(wanted), hidden))
-        rotary = array("Q")
-        for cosine, sine in tables:
-            rotary.extend((cosine.data_ptr(), sine.data_ptr()))
-        features = array("q", wanted)
-        after = _NO_ENDING if ending is None else ending.arguments
-        self._kernels.body_forward(
-            self._layers_address,
-            self._forms_address,
-            buffers.address,
-            count,
-            x.data_ptr(),
-            n,
-            address_of(rotary),
-            placed,
-            plan.address,
-            address_of(features),
-            len(wanted),
-            caught.data_ptr(),
-            *after,
-            torch.get_num_threads(),
-        )
-        return caught

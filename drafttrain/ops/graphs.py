@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import first_line
-from drafttrain.ops.tree_attention import TreeLayout
-from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, pack_plan
+from drafttrain.ops.tree_attention_triton import Opened, PackedPlan, PlanShape, pack_plan
 
 T = TypeVar("T")
 
@@ -87,7 +86,7 @@ class PlanBuffers:
 
     def fill(
         self,
-        opened: Sequence[tuple[int, TreeLayout]],
+        opened: Opened,
         capacity: int,
         more: Sequence[int] = (),
     ) -> None:
@@ -96,18 +95,16 @@ class PlanBuffers:
         Args:
             opened: cache row and layout of each part. capacity: slots of a row.
         """
-        rows = [row for row, _ in opened]
-        layouts = [layout for _, layout in opened]
-        counts = [layout.count for layout in layouts]
+        counts = [layout.count for _, layout in opened]
         # Padding tokens take the slots behind the last row's own.
         counts[-1] += self.shape.tokens - sum(counts)
         parts = []
-        for row, layout, count in zip(rows, layouts, counts, strict=True):
+        for (row, layout), count in zip(opened, counts, strict=True):
             start = row * capacity + layout.prefix_len
             parts.append(np.arange(start, start + count))
         parts.append(np.array(more, dtype=np.int64))
         long = np.concatenate(parts).astype(np.int64)
-        numbers = np.concatenate((pack_plan(layouts, rows, self.shape), long.view(np.int32)))
+        numbers = np.concatenate((pack_plan(opened, self.shape), long.view(np.int32)))
         upload(torch.from_numpy(numbers), self._numbers)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from drafttrain.ops.launch import has_triton, run_kernel
 
 _BLOCK = 1024  # entries of a program of `gate`
-Tables = tuple[Tensor, Tensor]  # cosine and sine [n, r] of n tokens
+Tables = tuple[Tensor, Tensor]  # cosine and sine [n, r] or [n, 1, r] of n tokens
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ class _Paths(NamedTuple):
     `tensors` are the key and the value [m, kv_heads, e] of each later depth in turn.
     """
 
-    rows: list[Tensor | None]  # per depth, see `Path`
+    rows: Sequence[Tensor | None]  # [t] int64 per depth, each query's own row; None if in order
 
     def merge(
         self,
@@ -476,7 +476,7 @@ def attend_spans(
     query: Tensor,
     base: Pair,
     tensors: Tensors,
-    flex: Flex | None,
+    flex: Flex | None = None,
 ) -> Tensor:
     """Attention of both parts, [t, heads, e].
 
@@ -507,7 +507,6 @@ def block_attention(
     own: Tensors,
     base: Pair,
     spans: Spans,
-    flex: Flex | None = None,
     window: int = 0,
     causal: bool = False,
 ) -> Tensor:
@@ -544,18 +543,10 @@ def block_attention(
         mask = later.triu(size - per + 1)
     blocked = _Blocks(blocks, mask)
     each = Spans(first, last, begin)
-    return attend_spans(blocked, each, query, base, own, flex).flatten(1)
+    return attend_spans(blocked, each, query, base, own).flatten(1)
 
 
 # -- paths of training-time test -------------------------------------------------------------------
-
-
-class Path(NamedTuple):
-    """The keys and values of one later depth."""
-
-    key: Tensor  # [m, kv_heads, e]
-    value: Tensor  # [m, kv_heads, e]
-    rows: Tensor | None = None  # [t] int64, each query's own row; None if in order
 
 
 class PathAttention:
@@ -571,8 +562,8 @@ class PathAttention:
     def __init__(self, begin: Tensor, window: int = 0):
         self.begin = begin
         self.window = window
-        # anchors [t] int64, key and value [t, kv_heads, e] of each depth
-        self.depths: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.anchors: list[Tensor] = []  # [t] int64 of each depth
+        self.held: list[Tensor] = []  # key and value [t, kv_heads, e] of each depth in turn
 
     def attend(
         self,
@@ -588,18 +579,18 @@ class PathAttention:
             own: [t] int64, the queries' anchors among the first-depth tokens, ascending.
         """
         begin = self.begin[own]  # [t]
-        first = begin
+        first = begin  # of the interval of first-depth keys that each query sees
         if self.window:
             # At depth k a query stands k positions behind its anchor.
-            first = torch.maximum(begin, own + len(self.depths) - self.window + 1)
+            first = torch.maximum(begin, own + len(self.anchors) - self.window + 1)
         spans = Spans(first, own, begin)
-        base = self.depths[0] if self.depths else None
-        paths = []
-        for anchors, key, value in self.depths[1:]:
-            rows = None
-            if len(anchors) != len(own):
-                rows = torch.searchsorted(anchors, own)  # [t]
-            paths.append(Path(key, value, rows))
+        rows: list[Tensor | None] = []
+        for anchors in self.anchors[1:]:
+            in_order = len(anchors) == len(own)
+            rows.append(None if in_order else torch.searchsorted(anchors, own))
+        if self.anchors:  # the new keys of a later depth are in order
+            rows.append(None)
+        held = list(self.held)
 
         def attend(
             query: Tensor,
@@ -607,17 +598,10 @@ class PathAttention:
             value: Tensor,
         ) -> Tensor:
             fresh[:] = key, value
-            if base is None:  # the first depth
-                return path_attention(query, key, value, spans, [])
-            _, base_key, base_value = base
-            own_paths = [*paths, Path(key, value)]
-            return path_attention(
-                query,
-                base_key,
-                base_value,
-                spans,
-                own_paths,
-            )
+            base_key, base_value, *paths = (*held, key, value)
+            own_keys = _Paths(rows)
+            out = attend_spans(own_keys, spans, query, (base_key, base_value), paths)
+            return out.flatten(1)  # [t, heads * e]
 
         return attend
 
@@ -628,38 +612,5 @@ class PathAttention:
         value: Tensor,
     ) -> None:
         """Keeps a depth's keys and values; queries of later depths must be anchors among `own`."""
-        self.depths.append((own, key, value))
-
-
-def path_attention(
-    query: Tensor,
-    base_key: Tensor,
-    base_value: Tensor,
-    spans: Spans,
-    paths: Sequence[Path],
-    flex: Flex | None = None,
-) -> Tensor:
-    """Each query sees an interval of base keys, and its own key of each later depth.
-
-    The base part is torch's flash kernel on a CPU, FlexAttention elsewhere; neither runs without
-    queries.
-
-    Args:
-        query: [t, heads, e]; base_key, base_value: [T, kv_heads, e].
-        spans: the intervals. paths: one entry per later depth.
-
-    Returns:
-        [t, heads * e].
-    """
-    tensors: list[Tensor] = []
-    for path in paths:
-        tensors += (path.key, path.value)
-    own = _Paths([path.rows for path in paths])
-    return attend_spans(
-        own,
-        spans,
-        query,
-        (base_key, base_value),
-        tensors,
-        flex,
-    ).flatten(1)
+        self.anchors.append(own)
+        self.held += (key, value)

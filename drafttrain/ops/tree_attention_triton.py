@@ -28,6 +28,7 @@ from drafttrain.ops.tree_attention import AttentionForm, TreeLayout, masked_atte
 # More parts than this cost more in the merge than they gain.
 _MOST_PARTS = 128
 _WORD = 32
+Opened = Sequence[tuple[int, TreeLayout]]  # row of the cache, and prefix and tree (or chain)
 
 
 class PlanShape(NamedTuple):
@@ -91,27 +92,15 @@ class PackedPlan(NamedTuple):
         return list(self[:8])
 
     @staticmethod
-    def build(
-        layouts: Sequence[TreeLayout],
-        rows: Sequence[int] | None = None,
-        device: torch.device | str = "cpu",
-    ) -> PackedPlan:
-        """Packs R layouts, in order, into one upload.
-
-        Args:
-            layouts: prefix length and tree (or chain) of each row.
-            rows: each one's row of the cache; 0 .. R-1 by default.
-            device: of the queries.
-        """
-        if rows is None:
-            rows = range(len(layouts))
-        counts = [layout.count for layout in layouts]
+    def build(opened: Opened, device: torch.device | str = "cpu") -> PackedPlan:
+        """Packs R parts, in order, into one upload. device: of the queries."""
+        counts = [layout.count for _, layout in opened]
         words = 1
-        for layout in layouts:
+        for _, layout in opened:
             if layout.parents is not None:
                 words = max(words, -(-layout.count // _WORD))
-        shape = PlanShape(len(layouts), sum(counts), max(counts), words)
-        numbers = torch.from_numpy(pack_plan(layouts, rows, shape))
+        shape = PlanShape(len(opened), sum(counts), max(counts), words)
+        numbers = torch.from_numpy(pack_plan(opened, shape))
         return PackedPlan.static(numbers.to(device), shape)
 
     @staticmethod
@@ -126,22 +115,19 @@ class PackedPlan(NamedTuple):
         return PackedPlan._make([*views, shape.max_new, shape.tokens])
 
 
-def pack_plan(
-    layouts: Sequence[TreeLayout],
-    rows: Sequence[int],
-    shape: PlanShape,
-) -> np.ndarray:
+def pack_plan(opened: Opened, shape: PlanShape) -> np.ndarray:
     """The numbers of a plan, [shape.numbers] int32.
 
     Padding tokens belong to the last row: they have its root's position, see what the root sees and
     themselves, and take slots behind its new tokens. Padding rows are empty.
     """
-    counts = [layout.count for layout in layouts]
+    rows = [row for row, _ in opened]
+    counts = [layout.count for _, layout in opened]
     pads = shape.tokens - sum(counts)
     counts[-1] += pads
-    if pads < 0 or max(counts) > shape.max_new or len(rows) != len(layouts) or min(rows) < 0:
+    if pads < 0 or max(counts) > shape.max_new or min(rows) < 0:
         raise ValueError(
-            f"rows={list(rows)} with {counts} tokens do not fit the plan's shape {tuple(shape)}"
+            f"rows={rows} with {counts} tokens do not fit the plan's shape {tuple(shape)}"
         )
     # Numbers per row; those of padding rows stay 0.
     cache_rows = np.zeros(shape.rows, np.int32)
@@ -150,12 +136,12 @@ def pack_plan(
     helds = np.zeros(shape.rows, np.int32)  # a plan of the host has no held tokens
     offsets = np.full(shape.rows + 1, shape.tokens, np.int32)
     # Numbers per token; padding tokens stand at the last row's root.
-    positions = np.full(shape.tokens, layouts[-1].prefix_len, np.int32)
+    positions = np.full(shape.tokens, opened[-1][1].prefix_len, np.int32)
     ancestors = np.zeros((shape.tokens, shape.words), np.uint32)
     begin = 0
-    for i, layout in enumerate(layouts):
+    for i, (row, layout) in enumerate(opened):
         end = begin + layout.count
-        cache_rows[i] = rows[i]
+        cache_rows[i] = row
         prefix_lens[i] = layout.prefix_len
         chains[i] = layout.parents is None
         offsets[i] = begin

@@ -264,7 +264,7 @@ class TreeCache(CacheRows):
         self.lengths[row] = count
         self.shifts[row] = self.shifts[source]
 
-    def open(self, new: Announced) -> list[TreeLayout]:
+    def open(self, new: Announced) -> None:
         """Announces the next forward.
 
         Args:
@@ -281,14 +281,12 @@ class TreeCache(CacheRows):
         self._plan = None
         self._cpu_plan = None
         self._planned = False
-        layouts = [layout for _, layout in self.opened]
-        for layout in layouts:
+        for _, layout in self.opened:
             if layout.end > self.capacity:
                 raise UserError(
                     f"the key/value cache holds {self.capacity} positions, but {layout.prefix_len} + "
                     f"{layout.held + layout.count} are needed; use a smaller tree or fewer new tokens"
                 )
-        return layouts
 
     def attend(
         self,
@@ -459,10 +457,8 @@ class TreeCache(CacheRows):
         elif _on_gpu(query) and few:
             # A spread target has layers on several devices.
             if self._plan is None or self._plan_device != query.device:
-                rows = [row for row, _ in self.opened]
-                layouts = [layout for _, layout in self.opened]
                 self._plan_device = query.device
-                self._plan = PackedPlan.build(layouts, rows, query.device)
+                self._plan = PackedPlan.build(opened, query.device)
             keys, values = self.by_row(layer)
             return packed_tree_attention(
                 query,

@@ -1,5 +1,11 @@
 """The target's body without transformers' per-layer Python, for decoding steps on a CPU.
 
+A small model over a few tokens is some 1500 tiny torch operations, whose dispatch costs as much as
+reading the weights. Here
+
+    LayerStack   all layers with their attention, and perhaps the last norm and the head: one call of cpu_layers.c
+    NativeBody   what is around that call: embedding, rotary tables, the features
+
 Nothing here depends on a family's name. A layer qualifies by its modules (RMS norms, bias-free
 gated MLP, rotary attention); how it attends was recorded when the target was wrapped; and the
 native body must reproduce the model's own forward, at low and at high positions, before it is used.
@@ -8,18 +14,29 @@ A model that differs in anything keeps transformers' forward.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafttrain.batch import TargetOutput
-from drafttrain.ops.cpu_layers import AttentionModule, DecoderLayer, Ending, GatedMLP, LayerStack
-from drafttrain.ops.native import cpu_kernels
-from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, without_grad
-from drafttrain.ops.tree_attention import CpuPlan
+from drafttrain.ops.cpu_layers import AttentionModule, DecoderLayer, GatedMLP
+from drafttrain.ops.native import built_kernels, cpu_kernels
+from drafttrain.ops.packing import (
+    PackedLinear,
+    PackedRMSNorm,
+    address_of,
+    check,
+    check_panels,
+    check_rows,
+    form_of,
+    without_grad,
+)
+from drafttrain.ops.tree_attention import AttentionForm, CpuPlan
 from drafttrain.ops.tree_cache import Addresses, TreeCache
 from drafttrain.target.attention import LAST, AttentionContext, CausalRows
 from drafttrain.target.proof import ProvenModel
@@ -40,6 +57,19 @@ PROOF_TOKENS = 12
 _KNOWN_POSITIONS = 1 << 14  # rotary tables of more positions are not kept
 
 Tables = list[tuple[Tensor, Tensor]]  # per rotary table cosine and sine [rows, rotary_dim]
+# struct form of cpu_layers.c: what a layer's attention computes.
+_FORM = np.dtype(
+    [
+        ("sinks", np.uint64),
+        ("window", np.int64),
+        ("table", np.int64),
+        ("scaling", np.float32),
+        ("softcap", np.float32),
+    ]
+)
+# What ends a call in its arguments: the norm's factor and eps, its output; the head's panels, their
+# format, its output and its length.
+_NO_ENDING = (None, 0.0, None, None, 0, None, 0)
 
 
 class NativeBody:
@@ -113,7 +143,7 @@ class NativeBody:
         cache = self._cache(context)
         if cache is not None:
             plan, addresses = cache
-            caught = self.stack.forward(x, tables, plan, addresses, wanted)
+            caught, _, _ = self.stack.forward(x, tables, plan, addresses, wanted)
         else:
             caught = self._layer_by_layer(x, tables, context, wanted)
         last = self.body.norm(x)  # [n, h]
@@ -133,7 +163,6 @@ class NativeBody:
             [n, f*h] and [n, v]; None where the kernel does not apply.
         """
         norm = self.body.norm
-        rows = input_ids.shape[1]
         if not isinstance(norm, PackedRMSNorm):
             return None
         if not isinstance(head, PackedLinear) or not head.kernel:
@@ -149,20 +178,18 @@ class NativeBody:
         if tables is None:
             tables = self.rotary.compute(x[None], context.positions())
         wanted = wanted_inputs(feature_layers)
-        ending = Ending(norm, head, rows)
-        caught = self.stack.forward(
+        caught, last, logits = self.stack.forward(
             x,
             tables,
             plan,
             addresses,
             wanted,
-            ending,
+            (norm, head),
             placed=known is not None,
         )
-        logits = ending.logits
         if head.bias is not None:
             logits.add_(head.bias)
-        return select_features(caught, ending.last, feature_layers, wanted), logits
+        return select_features(caught, last, feature_layers, wanted), logits
 
     def _cache(self, context: object) -> tuple[CpuPlan, Addresses] | None:
         """The plan of a call and the addresses of the cache; None where the kernel does not apply."""
@@ -195,8 +222,7 @@ class NativeBody:
         for i, layer in enumerate(self.layers):
             if i in wanted:
                 caught.append(x.clone())
-            cosine, sine = tables[self.rotary.of_layer[i]]
-            query, key, value = layer.project(x, cosine, sine)
+            query, key, value = layer.project(x, tables[self.rotary.of_layer[i]])
             attended = context.attend(
                 i,
                 query.transpose(0, 1)[None],  # [1, heads, n, e]
@@ -210,6 +236,152 @@ class NativeBody:
         if caught:
             return torch.stack(caught, dim=1)
         return x.new_empty(len(x), 0, x.shape[1])
+
+
+class LayerStack:
+    """All layers of a target in one call of cpu_layers.c.
+
+    Args:
+        layers: in order. forms: how each layer attends. table_of: index of the rotary table that
+            each layer reads.
+
+    Attributes:
+        shapes: (kv_heads, head_dim) of each layer's keys and values.
+        served: whether the C attention supports these head widths.
+
+    Raises:
+        ValueError: layers, forms and tables that do not fit together.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        forms: Sequence[AttentionForm],
+        table_of: Sequence[int],
+    ):
+        self.shapes = [(layer.kv_heads, layer.head_dim) for layer in layers]
+        self.served = all(width % 16 == 0 for _, width in self.shapes)
+        self.hidden = layers[0].hidden
+        self._layers = np.array([layer.address for layer in layers], dtype=np.uint64)
+        self._widths: set[tuple[int, int]] = set()  # rotary table, its width
+        kept: list[object] = [layers]
+        rows: list[tuple[float, ...]] = []  # of struct form
+        for layer, form, table in zip(layers, forms, table_of, strict=True):
+            if {layer.hidden, layer.width} != {self.hidden} or table < 0:
+                raise ValueError(
+                    f"a layer of width {layer.width} to {layer.hidden} does not continue one of {self.hidden}"
+                )
+            # 0 stands for none.
+            window = form["window"] or 0
+            softcap = form["softcap"] or 0
+            if window < 0 or softcap < 0:
+                raise ValueError(f"window={window}, softcap={softcap}: none may be negative")
+            sinks = 0
+            if form["sinks"] is not None:
+                numbers = form["sinks"].float().contiguous()  # [heads]
+                check("sinks", numbers, (layer.heads,))
+                kept.append(numbers)
+                sinks = numbers.data_ptr()
+            rows.append((sinks, window, table, form["scaling"], softcap))
+            self._widths.add((table, layer.rotary_dim))
+        self._kept = kept
+        self._forms = np.array(rows, dtype=_FORM)
+        # Read once: numpy looks addresses up slowly.
+        self._layers_address = self._layers.ctypes.data
+        self._forms_address = self._forms.ctypes.data
+        self._kernels = built_kernels()
+
+    def forward(
+        self,
+        x: Tensor,
+        tables: Sequence[tuple[Tensor, Tensor]],
+        plan: CpuPlan,
+        buffers: Addresses,
+        wanted: list[int],
+        ending: tuple[PackedRMSNorm, PackedLinear] | None = None,
+        placed: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs the layers over x [n, h] in place and stores the new keys and values.
+
+        Args:
+            tables: cosine and sine [rows, rotary_dim] of each rotary table. A row is a token's, or a
+                position's if they are `placed`, which the kernel then does.
+            plan: where each token stands.
+            buffers: of a cache, see `TreeCache.addresses`.
+            wanted: ascending layers whose inputs are returned; the number of layers means the last
+                layer's output.
+            ending: the last norm and the head, whose kernel serves it. They run in the same call: after
+                each large call Python starts with cold caches.
+
+        Returns:
+            [n, len(wanted), h]; with an ending the normed state [n, h] and the head's products
+            [n, v] without its bias, else nothing in their place.
+        """
+        n = plan.tokens
+        hidden = self.hidden
+        count = len(self._layers)
+        check("x", x, (n, hidden))
+        if not self.served or buffers.shapes != self.shapes or buffers.slots < plan.slots:
+            raise ValueError(
+                f"the cache holds {buffers.slots} slots of {buffers.shapes}, the call needs {plan.slots} of {self.shapes} "
+                "in multiples of 16"
+            )
+        ascending = sorted({i for i in wanted if 0 <= i <= count}) == wanted
+        last_table, _ = max(self._widths)  # pairs sort by table first
+        if not ascending or last_table >= len(tables):
+            raise ValueError(
+                f"wanted={wanted} must ascend from 0 to {count} at most; {len(tables)} rotary tables"
+            )
+        for i, width in self._widths:
+            for table in tables[i]:
+                rows = check_rows("cosine and sine", table, width)
+                fits = rows == n
+                if placed:
+                    fits = rows >= plan.positions
+                if not fits:
+                    raise ValueError(f"cosine and sine have {rows} rows, which do not fit the plan")
+        last = x.new_empty(0, hidden)
+        logits = last
+        after: tuple[float | None, ...] = _NO_ENDING
+        if ending is not None:
+            norm, head = ending
+            vocabulary = head.out_features
+            panels = head.panels()
+            check("norm", norm.weight, (hidden,))
+            check_panels("head", panels, hidden, vocabulary)
+            last = torch.empty_like(x)
+            logits = x.new_empty(n, vocabulary)
+            after = (
+                norm.weight.data_ptr(),
+                norm.eps,
+                last.data_ptr(),
+                panels.data_ptr(),
+                form_of(panels, head.rounded),
+                logits.data_ptr(),
+                vocabulary,
+            )
+        caught = x.new_empty((n, len(wanted), hidden))
+        rotary = array("Q")
+        for cosine, sine in tables:
+            rotary.extend((cosine.data_ptr(), sine.data_ptr()))
+        features = array("q", wanted)
+        self._kernels.body_forward(
+            self._layers_address,
+            self._forms_address,
+            buffers.address,
+            count,
+            x.data_ptr(),
+            n,
+            address_of(rotary),
+            placed,
+            plan.address,
+            address_of(features),
+            len(wanted),
+            caught.data_ptr(),
+            *after,
+            torch.get_num_threads(),
+        )
+        return caught, last, logits
 
 
 def wanted_inputs(feature_layers: Sequence[int]) -> list[int]:

@@ -87,17 +87,20 @@ def _rebuilt(cache: Any, leaves: Iterable[Leaf]) -> Any:
     return _mapped(cache, lambda _: next(given), {})
 
 
+class LeafForm(NamedTuple):
+    """What a tensor or int of a model's cache is."""
+
+    rows: int | None  # axis of rows, if any
+    time: int | None  # axis of tokens, if any
+    counts: bool  # an int that counts tokens
+    owned: bool  # a forward writes to the tensor in place
+    dims: int  # number of axes, -1 for an int
+
+
 class CacheForm(NamedTuple):
-    """What the tensors and ints of a model's cache are, in the order of `leaves_of`.
+    """What the tensors and ints of a model's cache are, in the order of `leaves_of`."""
 
-    The lists have an entry per tensor or int.
-    """
-
-    batch: list[int | None]  # axis of rows, if any
-    time: list[int | None]  # axis of tokens, if any
-    counts: list[bool]  # whether an int counts tokens
-    owned: list[bool]  # whether a forward writes to the tensor in place
-    dims: list[int]  # number of axes, -1 for an int
+    leaves: list[LeafForm]
 
     @classmethod
     def of(
@@ -115,21 +118,26 @@ class CacheForm(NamedTuple):
         kinds = [[type(leaf) for leaf in leaves] for leaves in parts]
         if kinds[0] != kinds[1] or kinds[0] != kinds[2]:
             return None
-        batch: list[int | None] = []
-        time: list[int | None] = []
-        counts: list[bool] = []
-        for first, of_two, of_longer in zip(*parts, strict=True):
-            counts.append(isinstance(first, int) and of_longer != first)
-            for axes, other in ((batch, of_two), (time, of_longer)):
-                changed = _changed_axes(first, other)
-                if changed is None or len(changed) > 1:
-                    return None
-                axes.append(changed[0] if changed else None)
-        return cls(batch, time, counts, owned, _dims(parts[0]))
+        forms = []
+        for first, of_two, of_longer, own in zip(*parts, owned, strict=True):
+            rows = _changed_axes(first, of_two)
+            time = _changed_axes(first, of_longer)
+            if len(rows) > 1 or len(time) > 1:
+                return None
+            forms.append(
+                LeafForm(
+                    rows=rows[0] if rows else None,
+                    time=time[0] if time else None,
+                    counts=isinstance(first, int) and of_longer != first,
+                    owned=own,
+                    dims=_dims(first),
+                )
+            )
+        return cls(forms)
 
     def fits(self, cache: Any) -> bool:
         """Whether a cache has these parts; DeepSeek-V4's gets more as its compressed blocks fill."""
-        return _dims(leaves_of(cache)) == self.dims
+        return [_dims(leaf) for leaf in leaves_of(cache)] == [form.dims for form in self.leaves]
 
     def copy(self, cache: Any, rows: int = 1) -> Any:
         """A cache whose forward does not change `cache`, with its one row repeated.
@@ -143,12 +151,12 @@ class CacheForm(NamedTuple):
             for leaf in leaves:
                 new.append(leaf.clone() if isinstance(leaf, Tensor) else leaf)
             return _rebuilt(cache, new)
-        for leaf, axis, owned in zip(leaves, self.batch, self.owned, strict=True):
-            if isinstance(leaf, Tensor) and (owned or (rows > 1 and axis is not None)):
-                if axis is None:
+        for leaf, form in zip(leaves, self.leaves, strict=True):
+            if isinstance(leaf, Tensor) and (form.owned or (rows > 1 and form.rows is not None)):
+                if form.rows is None:
                     leaf = leaf.clone()
                 else:
-                    leaf = leaf.repeat_interleave(rows, axis)
+                    leaf = leaf.repeat_interleave(rows, form.rows)
             new.append(leaf)
         return _rebuilt(cache, new)
 
@@ -161,23 +169,16 @@ class CacheForm(NamedTuple):
     ) -> Any:
         """One row of a cache: its last `length` tokens, behind `padding` tokens."""
         new: list[Leaf] = []
-        parts = zip(
-            leaves_of(cache),
-            self.batch,
-            self.time,
-            self.counts,
-            self.owned,
-            strict=True,
-        )
-        for leaf, rows, time, counts, owned in parts:
-            if isinstance(leaf, Tensor) and rows is not None:
-                leaf = leaf.narrow(rows, index, 1)
-                if time is not None and padding:
-                    kept = min(leaf.shape[time], length)
-                    leaf = leaf.narrow(time, leaf.shape[time] - kept, kept)
-                if owned:
+        for leaf, form in zip(leaves_of(cache), self.leaves, strict=True):
+            if isinstance(leaf, Tensor) and form.rows is not None:
+                leaf = leaf.narrow(form.rows, index, 1)
+                if form.time is not None and padding:
+                    size = leaf.shape[form.time]
+                    kept = min(size, length)
+                    leaf = leaf.narrow(form.time, size - kept, kept)
+                if form.owned:
                     leaf = leaf.clone()
-            if counts and isinstance(leaf, int):
+            if form.counts and isinstance(leaf, int):
                 leaf -= padding
             new.append(leaf)
         return _rebuilt(cache, new)
@@ -187,33 +188,31 @@ class CacheForm(NamedTuple):
         longest = lengths.index(max(lengths))
         new: list[Leaf] = []
         by_leaf = zip(*map(leaves_of, caches), strict=True)  # each one's in all caches
-        for leaves, rows, time in zip(by_leaf, self.batch, self.time, strict=True):
+        for leaves, form in zip(by_leaf, self.leaves, strict=True):
             parts = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            if rows is None or not parts:
+            if form.rows is None or not parts:
                 new.append(leaves[longest])
                 continue
-            if time is not None:
-                most = max(part.shape[time] for part in parts)
-                parts = [_pad_left(part, time, most) for part in parts]
-            new.append(torch.cat(parts, dim=rows))
+            if form.time is not None:
+                most = max(part.shape[form.time] for part in parts)
+                parts = [_pad_left(part, form.time, most) for part in parts]
+            new.append(torch.cat(parts, dim=form.rows))
         return _rebuilt(caches[longest], new)
 
 
-def _changed_axes(first: Leaf, other: Leaf) -> list[int] | None:
-    """The axes whose sizes differ; None for tensors with different numbers of axes."""
-    changed = []
-    if isinstance(first, Tensor) and isinstance(other, Tensor):
-        if first.dim() != other.dim():
-            return None
-        for axis in range(first.dim()):
-            if first.shape[axis] != other.shape[axis]:
-                changed.append(axis)
-    return changed
+def _changed_axes(first: Leaf, other: Leaf) -> list[int]:
+    """The axes whose sizes differ; several for tensors with different numbers of axes."""
+    if not isinstance(first, Tensor) or not isinstance(other, Tensor):
+        return []
+    if first.dim() != other.dim():
+        return [-1, -1]
+    sizes = zip(first.shape, other.shape, strict=True)
+    return [axis for axis, (ours, theirs) in enumerate(sizes) if ours != theirs]
 
 
-def _dims(leaves: Sequence[Leaf]) -> list[int]:
-    """The number of axes of each tensor, -1 for an int."""
-    return [leaf.dim() if isinstance(leaf, Tensor) else -1 for leaf in leaves]
+def _dims(leaf: Leaf) -> int:
+    """The number of axes of a tensor, -1 for an int."""
+    return leaf.dim() if isinstance(leaf, Tensor) else -1
 
 
 def _pad_left(x: Tensor, axis: int, length: int) -> Tensor:
@@ -343,7 +342,7 @@ class Continuation:
             places["position_ids"] = positions.expand(len(ids), -1)  # [b, n]
         # Without keys and values there is no padding: Mamba would read the mask as one of the new
         # tokens.
-        has_keys = self.form is not None and any(self.form.time)
+        has_keys = self.form is not None and any(form.time for form in self.form.leaves)
         if min(lengths) < longest and has_keys and "attention_mask" in self.takes:
             columns = torch.arange(longest + ids.shape[1], device=ids.device)
             places["attention_mask"] = (columns >= longest - before).long()  # [b, longest + n]

@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from drafttrain.batch import Attend
 from drafttrain.errors import UserError
 from drafttrain.files import Json
+from drafttrain.ops.layer_ops import Tables
 from drafttrain.ops.tree_attention import AttentionForm
 from drafttrain.target.attention import ATTENTION, attention_context
 from drafttrain.target.loading import is_known
@@ -86,24 +87,23 @@ class OwnLayer(nn.Module):
         self,
         state: Tensor,
         embeds: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Tables,
         attend: Attend,
         queries: Tensor | None = None,
     ) -> Tensor:
-        """As `DraftLayer`: state [t, h]; cos, sin [t, 1, r] -> [t or queries, h]; ignores embeds."""
+        """As `DraftLayer`: state [t, h]; tables: cos, sin [t, 1, r] -> [t or queries, h]; ignores embeds."""
         count = len(state)
         # A depth without anchors: the weights need a gradient too, and no family runs without
         # tokens.
         if not count:
             state = state.new_zeros(1, *state.shape[1:])
-            cos = cos.new_zeros(1, *cos.shape[1:])
-            sin = sin.new_zeros(1, *sin.shape[1:])
+            cos, sin = tables
+            tables = (cos.new_zeros(1, *cos.shape[1:]), sin.new_zeros(1, *sin.shape[1:]))
         rows = queries
         if rows is None:
             rows = torch.arange(count, device=state.device)
         with attention_context(_Flat(attend, count, rows)):
-            out = self.run(state[None], cos.transpose(0, 1), sin.transpose(0, 1))[0]
+            out = self.run(state[None], tables)[0]
         # Only the rows that were asked for, and never the spare token.
         if queries is None and count:
             return out
@@ -112,24 +112,24 @@ class OwnLayer(nn.Module):
     def run(
         self,
         states: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Tables,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """states [1, t, h]; cos, sin [1, t, r] -> [1, t, h], through the attention that is set."""
+        """states [1, t, h]; cos, sin [t, 1, r] -> [1, t, h], through the attention that is set."""
         # Drafters checkpoint whole depths, with the attention that is set then.
         self.layer.gradient_checkpointing = False
+        cos, sin = tables
         out = self.layer(
             states,
             attention_mask=mask,
-            position_embeddings=(cos, sin),
+            position_embeddings=(cos.transpose(0, 1), sin.transpose(0, 1)),
             past_key_values=None,
         )
         if isinstance(out, tuple):
             return out[0]
         return out
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
         """positions [t] int64 -> cos, sin [t, 1, r] of the family's rotary embedding."""
         like = torch.empty(0, dtype=dtype, device=positions.device)
         cos, sin = self.rotary[0].to(positions.device)(like, positions[None])  # [1, t, r]
@@ -145,17 +145,15 @@ class OwnLayer(nn.Module):
             UserError: a form of attention that drafters lack, or other states; names the relative
                 error.
         """
-        states, cos, sin = self.probe()
+        states, tables = self.probe()
         count = len(states)
-        cos = cos.transpose(0, 1)  # [1, t, r]
-        sin = sin.transpose(0, 1)
         probe = _Flat(causal, count, torch.arange(count))
         with attention_context(probe):
-            ours = self.run(states[None], cos, sin)
+            ours = self.run(states[None], tables)
         mask = torch.full((count, count), torch.finfo(states.dtype).min).triu(1)
         self.layer_config._attn_implementation = "eager"
         try:
-            own = self.run(states[None], cos, sin, mask[None, None])
+            own = self.run(states[None], tables, mask[None, None])
         finally:
             self.layer_config._attn_implementation = ATTENTION
         off = relative_error(ours, own)
@@ -173,16 +171,15 @@ class OwnLayer(nn.Module):
         ) -> Tensor:
             raise StopIteration  # the rest of the layer may need numbers
 
-        states, cos, sin = self.probe()
+        states, tables = self.probe()
         seen = _Flat(stop, len(states), torch.arange(len(states)))
-        cos = cos.to("meta").transpose(0, 1)
-        sin = sin.to("meta").transpose(0, 1)
+        cos, sin = tables
         with contextlib.suppress(StopIteration), attention_context(seen):
-            self.run(states[None].to("meta"), cos, sin)
+            self.run(states[None].to("meta"), (cos.to("meta"), sin.to("meta")))
         assert seen.shape is not None
         return seen.shape
 
-    def probe(self) -> tuple[Tensor, Tensor, Tensor]:
+    def probe(self) -> tuple[Tensor, Tables]:
         """Random states [t, h] at near and far positions, with their rotary tables [t, 1, r]."""
         generator = torch.Generator().manual_seed(0)
         states = torch.randn(
@@ -190,8 +187,7 @@ class OwnLayer(nn.Module):
             self.layer_config.hidden_size,
             generator=generator,
         )
-        cos, sin = self.tables(torch.tensor(PLACES), states.dtype)
-        return states, cos, sin
+        return states, self.tables(torch.tensor(PLACES), states.dtype)
 
     @property
     def layer_config(self) -> PreTrainedConfig:

@@ -137,7 +137,7 @@ class SnapshotCache(CacheRows):
                 list(held.lengths),
             )
 
-    def open(self, new: Sequence[tuple[int, Sequence[int] | int]]) -> list[TreeLayout]:
+    def open(self, new: Sequence[tuple[int, Sequence[int] | int]]) -> None:
         """Announces the next forward.
 
         Args:
@@ -155,7 +155,6 @@ class SnapshotCache(CacheRows):
             if layout.parents is not None:
                 paths = _paths(layout.parents)
             self._open.append(_Part(row, layout, paths, drafted=bool(layout.parents)))
-        return [part.layout for part in self._open]
 
     def forward(self, input_ids: Tensor, layers: Sequence[int]) -> TargetOutput:
         """Reads the announced tokens [1, N], row after row; returns states in this order."""

@@ -527,7 +527,6 @@ def _attend(
     query: Tensor,
     base: tuple[Tensor, Tensor],
     tensors: Any,
-    flex: object,
 ) -> Tensor:
     if not len(query):
         return query

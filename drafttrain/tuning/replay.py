@@ -230,7 +230,7 @@ class _Recorder(Drafter):
     def propose_all(
         self,
         sessions: Sequence[_RecordingSession],
-        specs: Sequence[TreeSpec],
+        spec: TreeSpec,
         samplers: Sequence[Sampler | None],
     ) -> list[TokenTree]:
         count = len(sessions)
@@ -240,10 +240,10 @@ class _Recorder(Drafter):
             session.track.trees.append({})
             session.track.matches.append({})
         for k, family in FAMILIES.items():
-            trees = self.main.propose_all(mains, [family] * count, samplers)
+            trees = self.main.propose_all(mains, family, samplers)
             matches = [TokenTree.empty()] * count
             if self.side is not None:
-                matches = self.side.propose_all(sides, [_MATCHES[k]] * count, samplers)
+                matches = self.side.propose_all(sides, _MATCHES[k], samplers)
             for session, tree, match in zip(sessions, trees, matches, strict=True):
                 session.track.trees[-1][k] = _Recorded(tree)
                 session.track.matches[-1][k] = _Recorded(match)
@@ -500,12 +500,12 @@ class _ProbeTrees(ForwardingDrafter):
     def propose_all(
         self,
         sessions: Sequence[Session],
-        specs: Sequence[TreeSpec],
+        spec: TreeSpec,
         samplers: Sequence[Sampler | None],
     ) -> list[TokenTree]:
-        if specs[0].shape != "paths":
-            return self.inner.propose_all(sessions, specs, samplers)
-        nodes = specs[0].budget
+        if spec.shape != "paths":
+            return self.inner.propose_all(sessions, spec, samplers)
+        nodes = spec.budget
         # Multiples of a prime, which look random.
         tokens = [7919 * node % self.target.vocab_size for node in range(1, nodes + 1)]
         # A binary tree: node n follows node (n - 1) // 2.

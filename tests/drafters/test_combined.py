@@ -48,7 +48,7 @@ class Fixed(Drafter):
     def start(self, prompt_ids, max_length):
         return None
 
-    def propose_all(self, sessions, specs, samplers):
+    def propose_all(self, sessions, spec, samplers):
         self.asked += len(sessions)
         return [self.tree] * len(sessions)
 
@@ -70,7 +70,7 @@ def test_the_likelihood_of_a_match_decides_who_drafts(chance, text, asked, want)
     side = Fixed(TokenTree(torch.tensor([1, 2]), [-1, 0], torch.tensor([chance, chance / 2]).log()))
     drafter = CombinedDrafter(main, side)
     session = drafter.start(torch.tensor([1]), 9)
-    tree = drafter.propose_all([session], [TreeSpec.parse(text)], [None])[0]
+    tree = drafter.propose_all([session], TreeSpec.parse(text), [None])[0]
     assert (main.asked, paths(tree)) == (asked, want)
 
 

@@ -132,7 +132,7 @@ def test_trees_are_well_formed_alone_and_together(kind, decoding):
             session_at(drafter, list(prompt), answer[0])
             for prompt, answer in zip(PROMPTS, answers(), strict=True)
         ]
-        together = drafter.propose_all(ready, [spec] * len(ready), [None] * len(ready))
+        together = drafter.propose_all(ready, spec, [None] * len(ready))
         for prompt, answer, tree in zip(PROMPTS, answers(), together, strict=True):
             check_tree(tree, spec)
             alone = session_at(drafter, list(prompt), answer[0]).propose(spec)

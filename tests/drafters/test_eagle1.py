@@ -71,7 +71,7 @@ def test_the_head_is_the_targets_scaled_as_the_target_scales_it():
         state = torch.randn(3, target.hidden_size)
         torch.testing.assert_close(drafter.logits(state), target.head(state)[:, kept])
         torch.testing.assert_close(
-            F.linear(state, drafter.head_weight), target.head(state)[:, kept]
+            F.linear(state, drafter.head.weight), target.head(state)[:, kept]
         )
 
 

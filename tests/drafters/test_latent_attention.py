@@ -85,9 +85,9 @@ def test_it_is_deepseeks_attention(rope, narrow):
     at = torch.arange(20)
     later = torch.ones(20, 20).triu(1)[None, None] * torch.finfo(torch.float32).min
     wanted = theirs(x[None], DeepseekV3RotaryEmbedding(config)(x[None], at[None]), later)[0][0]
-    cos, sin = Rotary(own.rotary_dim, rope).tables(at, torch.float32)
-    torch.testing.assert_close(ours(x, cos, sin, causal), wanted, rtol=1e-5, atol=1e-6)
-    last = ours(x, cos, sin, lambda q, k, v: causal_rows(q, k, v, at[15:]), at[15:])
+    tables = Rotary(own.rotary_dim, rope).tables(at, torch.float32)
+    torch.testing.assert_close(ours(x, tables, causal), wanted, rtol=1e-5, atol=1e-6)
+    last = ours(x, tables, lambda q, k, v: causal_rows(q, k, v, at[15:]), at[15:])
     torch.testing.assert_close(last, wanted[15:], rtol=1e-5, atol=1e-6)
 
 

@@ -103,7 +103,7 @@ def test_a_window_bounds_the_cache_and_changes_no_tree(monkeypatch, kind, stored
         for i in range(len(COUNTS[0])):
             tokens, states = zip(*((row[0][i], row[1][i]) for row in read), strict=True)
             drafter.extend_all(sessions, tokens, states)
-            trees += drafter.propose_all(sessions, [TreeSpec.parse("fanout:2x2")] * 2, [None] * 2)
+            trees += drafter.propose_all(sessions, TreeSpec.parse("fanout:2x2"), [None] * 2)
             trees.append(sessions[1].propose(TreeSpec.parse("chain:4")))
         return sessions, trees
 

@@ -25,7 +25,7 @@ def test_each_layer_sees_what_its_type_says(target):
 
     def attend(layer, form, query, key, value):
         own = layer.self_attn
-        base = own.keys_values(context, *tables)
+        base = own.keys_values(context, tables)
         return textbook(query, (key, value, own.attention_sink_bias), base, spans, *form)
 
     forms = [(6, True), (6, True), (0, False)]  # window, causal

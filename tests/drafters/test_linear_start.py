@@ -62,6 +62,6 @@ def test_attention_looks_at_its_own_token():
         return query.flatten(1)
 
     x = torch.randn(40, 128)
-    cos, sin = drafter.rotary.tables(torch.arange(40), torch.float32)
-    drafter.midlayer.self_attn(x, cos, sin, lambda q, k, v: watch(None, (q, k)))
+    tables = drafter.rotary.tables(torch.arange(40), torch.float32)
+    drafter.midlayer.self_attn(x, tables, lambda q, k, v: watch(None, (q, k)))
     assert seen["self"] > 4 * seen["other"].abs()

@@ -56,9 +56,11 @@ def on_host(spec, table, max_depth, sampler=None):
     paths: list[tuple[int, ...]] = []
 
     def step(growing, _depth):
-        for token, parent in zip(growing[0].tokens.tolist(), growing[0].parents, strict=True):
+        count = len(growing[0].above)
+        parents = growing[0].opened[-count:]
+        for token, parent in zip(growing[0].tokens.tolist(), parents, strict=True):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
-        return [table(paths[len(paths) - len(growing[0].parents) :])]
+        return [table(paths[-count:])]
 
     return grow_trees([GrowingTree(spec, table([()]), None, sampler, max_depth)], step)[0]
 

@@ -217,9 +217,9 @@ def test_a_likely_child_does_not_replace_the_other_drafters_pass():
     class Main(TokenRecyclingDrafter):
         asked = 0
 
-        def propose_all(self, sessions, specs, samplers):
+        def propose_all(self, sessions, spec, samplers):
             self.asked += len(sessions)
-            return super().propose_all(sessions, specs, samplers)
+            return super().propose_all(sessions, spec, samplers)
 
     for side, asked in (("token_recycling", 1), ("ngram", 0)):
         main = Main()

@@ -208,7 +208,7 @@ def test_speed_bench_as_nvidias_script_writes_it(tmp_path):
     assert question.category == "high_entropy"
     row["messages"] = [{"role": "user", "content": "FULL BENCHMARK DATA SHOULD BE FETCHED FROM"}]
     write(tmp_path / "qualitative.jsonl", row)
-    with pytest.raises(UserError, match="1 rows hold only a note .* suites prepare"):
+    with pytest.raises(UserError, match=r"1 rows hold only a note .* suites prepare"):
         load_suite(f"speed_bench:{tmp_path}")
 
 

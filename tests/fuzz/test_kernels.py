@@ -26,11 +26,12 @@ from drafttrain.errors import UserError, first_line
 from drafttrain.inference.verify import argmax_at
 from drafttrain.ops import tree_attention, tree_cache
 from drafttrain.ops.cpu_draft import DraftHead, DraftStep, DraftWeights, Placed, TreeShape
-from drafttrain.ops.cpu_layers import DecoderLayer, LayerStack
+from drafttrain.ops.cpu_layers import DecoderLayer
 from drafttrain.ops.packing import PackedLinear, PackedRMSNorm, pack_panels, skinny_linear
 from drafttrain.ops.sampling import argmax, top_log_probs
 from drafttrain.ops.tree_attention import CpuPlan, TreeLayout
 from drafttrain.ops.tree_cache import SlotMover, TreeCache
+from drafttrain.target.native_body import LayerStack
 from tests.fuzz import outcome
 from tests.marks import needs_compiler
 
@@ -286,7 +287,7 @@ def make_layer(random: Random, width: int = 32, hidden: int = 32, e: int = 16) -
 def project(random: Random):
     layer = make_layer(random)
     args = {"x": draw(random, 3, 32), "cosine": draw(random, 3, 16), "sine": draw(random, 3, 1, 16)}
-    return args, lambda **args: list(layer.project(**args)), None
+    return args, lambda x, cosine, sine: list(layer.project(x, (cosine, sine))), None
 
 
 def finish(random: Random):
@@ -331,9 +332,8 @@ def new_layer(random: Random):
         )
         layer = DecoderLayer(attention, mlp, rotary_dim, 1e-5, **norms)
         y = x.clone()
-        query, _, _ = layer.project(
-            x, table[:, :rotary_dim].contiguous(), table[:, :rotary_dim].contiguous()
-        )
+        rotated = table[:, :rotary_dim].contiguous()
+        query, _, _ = layer.project(x, (rotated, rotated))
         layer.finish(y, query.contiguous())
         return y
 
@@ -368,7 +368,7 @@ def layers(random: Random):
             keys.fill_(0.5), values.fill_(0.5)
         plan = CpuPlan([(0, TreeLayout(prefix, parents))])
         x = x.clone() if x.is_contiguous() and not x.is_meta else x
-        return stack.forward(x, [tuple(tables)], plan, cache.addresses(shapes), wanted)
+        return stack.forward(x, [tuple(tables)], plan, cache.addresses(shapes), wanted)[0]
 
     def reference(**changed):
         fixed = {key: args[key] for key in ("kv_heads", "e")}
@@ -384,29 +384,30 @@ def layers(random: Random):
     return args, call, reference
 
 
-def placed(buffers: list[Tensor], layout: TreeLayout, tables: list[Tensor], window: int) -> Placed:
+def placed(buffers: list[Tensor], layout: TreeLayout) -> Placed:
     """The new tokens of a sequence whose cache has these buffers, of one layer with one key head of 16."""
     held = TreeCache(buffers[0].shape[1])
     held._layers[0] = tuple(buffers)
-    return Placed(CpuPlan([(0, layout)]), [held.addresses([(1, 16)])], tuple(tables), window)
+    return Placed(CpuPlan([(0, layout)]), [held.addresses([(1, 16)])])
 
 
 def draft(random: Random):
     weights = DraftWeights(32, 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64))
-    step = DraftStep([layer := make_layer(random)], weights)
+    layer = make_layer(random)
     args = {"embeds": draw(random, 3, 32), "states": draw(random, 3, 32), "prefix": 5, "window": 4}
-    args |= {"tables": [draw(random, 12, 1, 16), draw(random, 12, 1, 16)], "parents": [-1, 0]}
+    args |= {"tables": [draw(random, 256, 1, 16), draw(random, 256, 1, 16)], "parents": [-1, 0]}
     args |= {"buffers": [guarded(random, 1, 9, 16), guarded(random, 1, 9, 16)]}
 
     def call(embeds, states, prefix, window, tables, parents, buffers):
-        at = placed(buffers, TreeLayout(prefix, parents), tables, window)
+        step = DraftStep([layer], weights, lambda *_: tuple(tables), window)
+        at = placed(buffers, TreeLayout(prefix, parents))
         return list(step.run(embeds, states, at).unbind(1))
 
     def reference(embeds, states, prefix, window, tables, parents, buffers):
         layout = TreeLayout(prefix, parents)
         end = prefix + len(parents) + 1
         x = F.linear(torch.cat((embeds, states), -1), weights.project)
-        query, *new = layer.project(x, *(table[layout.positions()[0]] for table in tables))
+        query, *new = layer.project(x, [table[layout.positions()[0]] for table in tables])
         rows = [
             torch.cat((buffer[:, :prefix], part.transpose(0, 1)), 1)
             for buffer, part in zip(buffers, new, strict=True)
@@ -439,7 +440,7 @@ def draft_trees(random: Random):
     weights = DraftWeights(
         32, 32, 1e-5, norm=torch.ones(32), project=draw(random, 32, 64), fuse=draw(random, 32, 40)
     )
-    step = DraftStep([make_layer(random)], weights)
+    layer = make_layer(random)
     head = DraftHead(draw(random, 90, 32))
     shape = TreeShape(3, 2, 4, (), -torch.inf)
     args = {
@@ -449,14 +450,15 @@ def draft_trees(random: Random):
     }
     args |= {
         "tokens": torch.arange(4),
-        "tables": [draw(random, 12, 1, 16), draw(random, 12, 1, 16)],
+        "tables": [draw(random, 256, 1, 16), draw(random, 256, 1, 16)],
     }
     args |= {"buffers": [guarded(random, 1, 11, 16), guarded(random, 1, 11, 16)]}
 
     def call(table, kept_ids, features, tokens, tables, buffers):
-        at = placed(buffers, TreeLayout(2, count=4), tables, 0)
+        step = DraftStep([layer], weights, lambda *_: tuple(tables))
+        at = placed(buffers, TreeLayout(2, count=4))
         roots = step.read(tokens, features, table, at)
-        at = placed(buffers, TreeLayout(5, ()), tables, 0)
+        at = placed(buffers, TreeLayout(5, ()))
         made = step.trees(head, shape, table, kept_ids, at, roots)
         return [
             roots,

@@ -65,7 +65,7 @@ def test_scores_are_summed_in_float32(gpu, softcap, sinks, static):
     sink = torch.linspace(0, 30, 4, dtype=torch.bfloat16).to("cuda") if sinks else None
     form = {"scaling": 0.25, "window": None, "softcap": softcap, "sinks": sink}
     if static:
-        plan = PackedPlan.build([TreeLayout(0, count=n)], device="cuda")
+        plan = PackedPlan.build([(0, TreeLayout(0, count=n))], "cuda")
         got = static_reference(query, key, value, plan, **form)
     else:
         got = tree_attention(query, key, value, TreeLayout(prefix, count=n), **form)

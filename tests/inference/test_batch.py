@@ -124,12 +124,9 @@ def test_eagle3_steps_once_per_depth_for_all_rows(target):
         sessions[-1].extend(ids[1:], features)
     want = [session.propose(spec) for session in sessions]
     drafter.step = lambda *args: steps.append(args) or step(*args)
-    got = drafter.propose_all(sessions, [spec] * len(sessions), [None] * len(sessions))
+    got = drafter.propose_all(sessions, spec, [None] * len(sessions))
     assert len(steps) == spec.depth - 1
     check_same_trees(got, want, rtol=1.3e-6, atol=1e-5)
-    specs = [TreeSpec.parse(text) for text in ("none", "chain:1", "chain:5", "chain:2", "none")]
-    mixed = drafter.propose_all(sessions, specs, [None] * len(sessions))
-    assert [len(tree) for tree in mixed] == [0, 1, 5, 2, 0]
 
 
 def test_rows_join_as_others_finish(monkeypatch):

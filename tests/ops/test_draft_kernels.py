@@ -160,7 +160,7 @@ def test_one_call_grows_the_tree_that_python_grows(monkeypatch, text):
         drafter.extend_all(
             sessions, [prompts[i][1:] for i in which], [features[i][:-1] for i in which]
         )
-        return drafter.propose_all(sessions, [spec] * len(which), [None] * len(which))
+        return drafter.propose_all(sessions, spec, [None] * len(which))
 
     grow_by_kernel = LayerDrafter.grow_by_kernel
     monkeypatch.setattr(

@@ -66,7 +66,7 @@ def test_heads_are_normed_and_rotated_in_halves(place, dtype, width, rotary, nor
         weight = random(width, dtype=dtype)
         form = NormForm(weight.to(place), 1e-6, 1.0)
         wide = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (weight.double() + 1)
-    want = rotate(wide, *(table.double()[:, None] for table in tables))
+    want = rotate(wide, tuple(table.double()[:, None] for table in tables))
     cosine, sine = (table.to(place) for table in tables)
     near(rotate_heads(x.to(place), (cosine, sine), form), want)
     near(rotate_heads(x.to(place), (cosine[:, None], sine[:, None]), form), want)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from drafttrain.ops import path_attention as ops
-from drafttrain.ops.path_attention import PathAttention, Spans, path_attention
+from drafttrain.ops.path_attention import PathAttention, Spans, attend_spans
 
 LENGTHS = (5, 150, 1, 9)  # documents, one longer than a block
 
@@ -124,10 +124,9 @@ def test_the_form_for_gpus_gives_the_same():
     total = len(begins())
     query = torch.randn(t, 4, 16, generator=generator)
     base = [torch.randn(total, 2, 16, generator=generator) for _ in "kv"]
-    paths = [
-        ops.Path(*(torch.randn(t, 2, 16, generator=generator) for _ in "kv")) for _ in range(2)
-    ]
-    wanted = path_attention(query, *base, spans, paths)
+    paths = [torch.randn(t, 2, 16, generator=generator) for _ in range(4)]
+    parts = (ops._Paths([None, None]), spans, query, tuple(base), paths)
     with torch.no_grad():
-        got = path_attention(query, *base, spans, paths, flex=flex_attention)
+        wanted = attend_spans(*parts)
+        got = attend_spans(*parts, flex_attention)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)

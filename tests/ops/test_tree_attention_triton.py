@@ -34,6 +34,11 @@ def tree(n, seed=0):
     return [int(torch.randint(-1, i, (1,), generator=g)) for i in range(n - 1)]
 
 
+def pairs(layouts, rows=None):
+    """The parts of a forward: each layout with its row of the cache, 0 to R - 1 by default."""
+    return list(zip(rows or range(len(layouts)), layouts, strict=True))
+
+
 class Forward(NamedTuple):
     """A plan with the layouts and cache rows that it was packed from."""
 
@@ -74,7 +79,12 @@ def batch(layouts, heads=2, kv_heads=1, width=16, value_width=16, dtype=torch.fl
         values[row, :, :end] = torch.randn(kv_heads, end, value_width, generator=g).to(
             DEVICE, dtype
         )
-    return query, keys, values, Forward(PackedPlan.build(layouts, rows, DEVICE), layouts, rows)
+    return (
+        query,
+        keys,
+        values,
+        Forward(PackedPlan.build(pairs(layouts, rows), DEVICE), layouts, rows),
+    )
 
 
 def difference(query, keys, values, forward, geometry, **options):
@@ -207,9 +217,8 @@ def test_random_batches(data):
 
 
 def test_the_plan_says_what_the_layouts_say():
-    plan = PackedPlan.build(
-        [TreeLayout(5, [-1, -1, 0]), TreeLayout(7, count=2), TreeLayout(1, tree(40))], [2, 0, 1]
-    )
+    layouts = [TreeLayout(5, [-1, -1, 0]), TreeLayout(7, count=2), TreeLayout(1, tree(40))]
+    plan = PackedPlan.build(pairs(layouts, [2, 0, 1]))
     assert plan.rows.tolist() == [2, 0, 1]
     assert plan.offsets.tolist() == [0, 4, 6, 46]
     assert plan.prefix_lens.tolist() == [5, 7, 1]
@@ -225,7 +234,7 @@ def test_the_plan_says_what_the_layouts_say():
 
 
 def test_long_chains_take_no_room_of_their_own():
-    plan = PackedPlan.build([TreeLayout(0, count=5000), TreeLayout(9, tree(8))])
+    plan = PackedPlan.build(pairs([TreeLayout(0, count=5000), TreeLayout(9, tree(8))]))
     assert plan.ancestors.shape == (5008, 1)
 
 
@@ -233,7 +242,7 @@ def test_off_the_gpu_a_packed_batch_equals_each_row_alone():
     query, keys, values = (x.cpu() for x in batch(RAGGED, rows=[3, 1, 0, 2])[:3])
     options = PLAIN | {"window": 4}
     got = packed_tree_attention(
-        query, keys, values, PackedPlan.build(RAGGED, [3, 1, 0, 2]), **options
+        query, keys, values, PackedPlan.build(pairs(RAGGED, [3, 1, 0, 2])), **options
     )
     torch.testing.assert_close(got, reference(query, keys, values, RAGGED, [3, 1, 0, 2], **options))
     assert got.transpose(1, 2).is_contiguous()
@@ -268,7 +277,7 @@ def static_batch(numbers, layouts, rows):
         torch.nn.functional.pad(x, (0, 0, 0, 80 - x.shape[2]), value=float("nan"))
         for x in (keys, values)
     )
-    numbers.copy_(torch.from_numpy(pack_plan(layouts, rows, SHAPE)))
+    numbers.copy_(torch.from_numpy(pack_plan(pairs(layouts, rows), SHAPE)))
     return query, keys, values, count
 
 
@@ -305,7 +314,7 @@ def test_one_static_plan_serves_batch_after_batch(window, softcap, sinks, monkey
 def test_padding_a_plan():
     shape = PlanShape(rows=4, tokens=8, max_new=6, words=2)
     layouts = [TreeLayout(5, [-1, 0]), TreeLayout(7, [-1])]
-    plan = PackedPlan.static(torch.from_numpy(pack_plan(layouts, [2, 0], shape)), shape)
+    plan = PackedPlan.static(torch.from_numpy(pack_plan(pairs(layouts, [2, 0]), shape)), shape)
     assert plan.rows.tolist() == [2, 0, 0, 0]
     assert plan.offsets.tolist() == [0, 3, 8, 8, 8]
     assert plan.prefix_lens.tolist() == [5, 7, 0, 0]
@@ -313,14 +322,14 @@ def test_padding_a_plan():
     assert plan.ancestors[:, 0].tolist() == [0b1, 0b11, 0b111, 0b1, 0b11, 0b100, 0b1000, 0b10000]
     assert not plan.ancestors[:, 1].any()
     whole = PackedPlan.static(
-        torch.from_numpy(pack_plan([TreeLayout(0, [])], [0], (s := PlanShape(1, 40, 40, 2)))), s
+        torch.from_numpy(pack_plan([(0, TreeLayout(0, []))], (s := PlanShape(1, 40, 40, 2)))), s
     )
     assert whole.ancestors[31].tolist() == [-(2**31), 0] and whole.ancestors[39].tolist() == [
         0,
         1 << 7,
     ]
     with pytest.raises(ValueError, match="do not fit the plan's shape"):
-        pack_plan(layouts, [2, 0], shape._replace(max_new=4))
+        pack_plan(pairs(layouts, [2, 0]), shape._replace(max_new=4))
 
 
 @pytest.mark.parametrize("shared", [65536, 101376, 166912, 232448])
@@ -369,7 +378,7 @@ def test_full_size_on_a_gpu_and_replayed_from_a_graph(dtype):
         TreeLayout(1000, tree(33, seed=6)),
         TreeLayout(50, count=64),
     ]
-    other = PackedPlan.build(longer, device=DEVICE)
+    other = PackedPlan.build(pairs(longer), DEVICE)
     for name in ("prefix_lens", "positions", "ancestors"):
         getattr(forward.plan, name).copy_(getattr(other, name))
     graph.replay()
@@ -390,7 +399,7 @@ def test_full_size_on_a_gpu_and_replayed_from_a_graph(dtype):
     ],
 )
 def test_what_does_not_fit_the_plan_is_refused_before_a_launch(change):
-    plan = PackedPlan.build([TreeLayout(5, [-1, -1, 0]), TreeLayout(7, count=2)])
+    plan = PackedPlan.build(pairs([TreeLayout(5, [-1, -1, 0]), TreeLayout(7, count=2)]))
     query = torch.randn(1, 4, 6, 16)
     keys = torch.randn(2, 2, 20, 16)
     values = torch.randn(2, 2, 20, 16)
@@ -398,7 +407,7 @@ def test_what_does_not_fit_the_plan_is_refused_before_a_launch(change):
     with pytest.raises((ValueError, TypeError)):
         module._launch(*change(query, keys, values), plan, **form)
     with pytest.raises(ValueError, match="do not fit the plan's shape"):
-        pack_plan([TreeLayout(5, [-1])], [-1], PlanShape(1, 2, 2, 1))
+        pack_plan([(-1, TreeLayout(5, [-1]))], PlanShape(1, 2, 2, 1))
 
 
 @pytest.mark.parametrize(
@@ -414,7 +423,7 @@ def test_a_tree_that_grows_over_passes_attends_as_one(attend, window):
     keys = torch.randn(2, 2, capacity, 16)
     values = torch.randn(2, 2, capacity, 16)
     form = {"scaling": 0.25, "window": window, "softcap": None, "sinks": None}
-    whole = PackedPlan.build(layouts)
+    whole = PackedPlan.build(pairs(layouts))
     want = attend(query, keys, values, whole, **form)
     later = whole._replace(
         offsets=torch.tensor([0, 3, 6], dtype=torch.int32),

@@ -27,14 +27,13 @@ from transformers import (
 )
 
 from drafttrain.errors import UserError
-from drafttrain.ops.cpu_layers import LayerStack
 from drafttrain.ops.native import multiplies_bfloat16
 from drafttrain.ops.packing import PackedLinear
 from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
-from drafttrain.target.native_body import NativeBody
+from drafttrain.target.native_body import LayerStack, NativeBody
 from tests.marks import needs_compiler
 from tests.target.tiny import SIZE
 

@@ -99,7 +99,7 @@ def test_threads_share_a_packed_drafter(monkeypatch):
         drafter = drafters[-1]
         session = drafter.start(prompts[i][:-3], len(prompts[i]))
         drafter.extend_all([session], [prompts[i][1:]], [features[i][:-1]])
-        (tree,) = drafter.propose_all([session], [TreeSpec.parse("dynamic:4,3,9")], [None])
+        (tree,) = drafter.propose_all([session], TreeSpec.parse("dynamic:4,3,9"), [None])
         return [tree.tokens, torch.tensor(tree.parents), tree.log_probs]
 
     drafters[0].pack()

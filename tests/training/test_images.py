@@ -16,6 +16,7 @@ from drafttrain.data.store import FeatureStore, Store, load_records
 from drafttrain.drafters.common.rows import HostPass
 from drafttrain.errors import UserError
 from drafttrain.images import BadPicture, PictureStore
+from drafttrain.ops.tree_attention import TreeLayout
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.states.source import TargetSource
 from tests.data.seeing import PLACEHOLDER, TOKENS, picture
@@ -151,7 +152,7 @@ def test_heads_that_embed_images(seeing, packed):
     def root(number, embeds):
         """The root of one prompt whose tokens have these embeddings."""
         session = drafter.start(prompts[number], 64)
-        at = HostPass([session], [len(embeds)], last=True)
+        at = HostPass([session], [TreeLayout(session.length, count=len(embeds))], last=True)
         with torch.no_grad():
             return drafter.advance(drafter.fuse(states[number]), embeds, at, 0)
 

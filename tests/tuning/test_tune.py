@@ -181,8 +181,8 @@ def test_costs_are_measured_with_the_static_steps_of_decoding(target, monkeypatc
     served = []
     propose = DraftSteps.propose
 
-    def counted(steps, sessions, specs, samplers):
-        trees = propose(steps, sessions, specs, samplers)
+    def counted(steps, sessions, spec, samplers):
+        trees = propose(steps, sessions, spec, samplers)
         served.append(trees is not None)
         return trees
 

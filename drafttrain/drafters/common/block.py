@@ -34,6 +34,7 @@ from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Pla
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.losses import Aligned, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import DraftStep, DraftWeights, kernel_of
+from drafttrain.ops.layer_ops import Tables
 from drafttrain.ops.path_attention import Spans, block_attention
 from drafttrain.target import Target
 
@@ -100,10 +101,9 @@ class BlockDrafter(DecoderDrafter):
         self.mask: nn.Parameter | None = None
         if config.mask_token_id is None:
             self.mask = nn.Parameter(torch.randn(h) * h**-0.5)
-        self.make_head(config, config.train_head)
         # The target's factor of logits. Its bare head rows lack it, so the final norm applies it.
         self.logit_scale = 1.0
-        self.finish(config.num_hidden_layers, config.windows)
+        self.finish(config.train_head)
 
     def bind(self, target: Target) -> None:
         super().bind(target)
@@ -117,7 +117,7 @@ class BlockDrafter(DecoderDrafter):
         starts as the mean embedding.
         """
         starts.identity_on_last(self.fc)
-        names = ["fc", *starts.copy_ends(self, self.norm, target)]
+        names = ["fc", *starts.copy_ends(self, target)]
         if "norm" in names:
             self.norm.weight.mul_(target.logit_scale)
         if self.mask is not None:
@@ -176,7 +176,7 @@ class BlockDrafter(DecoderDrafter):
         depth = self.config.depth
         state = self.enter(roots.to(self.fc.weight.dtype))  # [m * size, h]
         positions = (begins[:, None] + torch.arange(size, device=begins.device)).flatten()
-        cos, sin = self.rotary.tables(positions, state.dtype)
+        tables = self.rotary.tables(positions, state.dtype)
         # [m * depth] int64, the tokens that predict
         tokens = torch.arange(len(state), device=state.device).view(-1, size)
         last = tokens[:, -depth:].flatten()
@@ -185,8 +185,7 @@ class BlockDrafter(DecoderDrafter):
             state = layer(
                 state,
                 None,
-                cos,
-                sin,
+                tables,
                 attend,
                 queries,
             )
@@ -204,7 +203,12 @@ class BlockDrafter(DecoderDrafter):
         if config.layer_types is not None or config.attention_sink_bias:
             return
         weights = DraftWeights(config.hidden_size, 0, config.rms_norm_eps, norm=self.norm.weight)
-        self.draft_step = kernel_of([layer.native for layer in self.decoder_layers], weights)
+        self.draft_step = kernel_of(
+            [layer.native for layer in self.decoder_layers],
+            weights,
+            self.rotary.tables,
+            min(self.windows),
+        )
 
     def first_states(self, count: int) -> Tensor | None:
         """[count, .] what paths begin with, for kinds that read more of a path than its last token."""
@@ -333,7 +337,7 @@ class BlockDrafter(DecoderDrafter):
         self,
         number: int,
         context: Tensor,
-        tables: tuple[Tensor, Tensor],
+        tables: Tables,
         spans: Spans,
         part: Part,
         sizes: tuple[list[int], list[int]],
@@ -346,14 +350,13 @@ class BlockDrafter(DecoderDrafter):
                 the rows.
             sizes: blocks and context tokens of each process.
         """
-        cos, sin = tables
         blocks, tokens = sizes
         attention = self.decoder_layers[number].self_attn
         asked = [self.computed[number] * n for n in blocks]  # queries of each process
         held = [self.config.block_size * n for n in blocks]  # tokens of its blocks
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            base_key, base_value = attention.keys_values(context, cos, sin)  # [t, kv_heads, e]
+            base_key, base_value = attention.keys_values(context, tables)  # [t, kv_heads, e]
             own = [key, value]
             if attention.attention_sink_bias is not None:
                 own.append(part.own_heads(attention.attention_sink_bias))
@@ -458,9 +461,9 @@ class BlockDrafter(DecoderDrafter):
         if step is not None and step.reads_context and placed is not None:
             step.store_context(context, placed)
         else:
-            cos, sin = self.rotary.tables(at.positions, context.dtype)
+            tables = self.rotary.tables(at.positions, context.dtype)
             for i, layer in enumerate(self.decoder_layers):
-                key, value = layer.self_attn.keys_values(context, cos, sin)
+                key, value = layer.self_attn.keys_values(context, tables)
                 at.store(i, key, value)  # [n, kv_heads, e] each
         return ids[at.ends]
 
@@ -499,8 +502,7 @@ class BlockDrafter(DecoderDrafter):
         reads = reads[:, :depths]
         flat = reads.flatten(0, 1)  # [R * depths, h]
         if not self.corrected:
-            head = self.head if self.packed else None  # kernels read packed heads only
-            block = top_or_all(head, flat, width, self.logits)._replace(shared=True)
+            block = top_or_all(self.head, flat, width, self.logits)._replace(shared=True)
             return block.every(depths, 0), lambda nodes: block.every(depths, nodes.depth)
 
         logits = self.logits(reads)  # [R, depths, d]

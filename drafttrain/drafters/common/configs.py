@@ -177,6 +177,11 @@ class DecoderConfig(TargetedConfig):
         super().__post_init__(**kwargs)
         self.rope_theta = self.rope_parameters["rope_theta"]  # transformers has completed them
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Positions that each layer's tokens see; 0 for all."""
+        return (self.sliding_window or 0,) * self.num_hidden_layers
+
     def check(self) -> None:
         # Sizes that are 0 follow from others.
         if not self.intermediate_size:

@@ -34,7 +34,7 @@ class ContextVocabulary:
     """A drafter's side of `ContextTokens`: which tokens it kept, and head rows of the others.
 
     Args:
-        target: of the drafter. kept_ids: [d]. limit: most further tokens of a sequence; 0 for none.
+        target: of the drafter. kept_ids: [d]. limit: most further tokens of a sequence.
     """
 
     def __init__(self, target: Target, kept_ids: Tensor, limit: int):
@@ -44,8 +44,8 @@ class ContextVocabulary:
         # Address and version of the fitted weights, and their scale and shift [h] if they are related.
         self._fit: tuple[tuple[int, int] | None, tuple[float, Tensor] | None] = (None, None)
 
-    def open(self, head: Tensor) -> ContextTokens | None:
-        """The tokens of a new sequence, none yet; None where none may join.
+    def open(self, head: Tensor) -> ContextTokens:
+        """The tokens of a new sequence, none yet.
 
         Args:
             head: [d, h] the drafter's head, as it is now.
@@ -53,8 +53,6 @@ class ContextVocabulary:
         Raises:
             UserError: no further tokens are possible, or the drafter is not on a CPU.
         """
-        if not self.limit:
-            return None
         # On a GPU, captured drafts have fixed shapes, and reading the tokens would wait for it.
         if not head.is_cpu:
             raise UserError(

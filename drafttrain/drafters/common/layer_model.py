@@ -28,7 +28,7 @@ from drafttrain.batch import (
     anchors_by_depth,
     sums_by_depth,
 )
-from drafttrain.drafters.base import Specs, StepInputs
+from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.layers import DraftLayer, moved
 from drafttrain.drafters.common.rows import (
     Ask,
@@ -42,6 +42,7 @@ from drafttrain.drafters.common.rows import (
     tree_shape,
 )
 from drafttrain.drafters.common.trainable import DecoderDrafter
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights, kernel_of
 from drafttrain.ops.path_attention import PathAttention
@@ -88,7 +89,8 @@ class LayerDrafter(DecoderDrafter):
         steps = []
         for depth in range(self.own_depths):
             layers = [layer.native for layer in self.layers_at(depth)]
-            step = kernel_of(layers, self.draft_weights(depth))
+            weights = self.draft_weights(depth)
+            step = kernel_of(layers, weights, self.rotary.tables, min(self.windows))
             if step is None:  # the kernels serve all depths or none
                 return
             steps.append(step)
@@ -159,8 +161,7 @@ class LayerDrafter(DecoderDrafter):
             reads: [n, h] outputs of `read_out`. width: top tokens that are enough, if a kernel
                 finds them; None: all are needed.
         """
-        head = self.head if self.packed else None  # kernels read packed heads only
-        return top_or_all(head, reads, width, self.score)
+        return top_or_all(self.head, reads, width, self.score)
 
     def step(
         self,
@@ -183,7 +184,7 @@ class LayerDrafter(DecoderDrafter):
         Returns:
             [t or queries, h], the state that the next depth reads.
         """
-        cos, sin = self.rotary.tables(positions, state.dtype)  # [t, 1, r] each
+        tables = self.rotary.tables(positions, state.dtype)
         layers = self.layers_at(depth)
         state, read = self.enter(state, embeds.to(state.dtype), depth)
         for layer, attend in zip(layers, attends, strict=True):
@@ -192,8 +193,7 @@ class LayerDrafter(DecoderDrafter):
             state = layer(
                 state,
                 read,
-                cos,
-                sin,
+                tables,
                 attend,
                 wanted,
             )  # [t or queries, h]
@@ -279,9 +279,9 @@ class LayerDrafter(DecoderDrafter):
         # [t] index of each conversation's first token
         begin = torch.arange(len(valid), device=valid.device) - place
         attentions = []
-        for _ in range(self.cache_shape.layers):
+        for _ in self.windows:
             attentions.append(PathAttention(begin, config.sliding_window))
-        head = SharedHead(self.head_weight)
+        head = SharedHead(self.head.weight)
         losses = []
         outs = []
         before = valid[:0]  # this process's anchors of the depth before
@@ -473,10 +473,10 @@ class LayerDrafter(DecoderDrafter):
     def grow_by_kernel(
         self,
         sessions: Sessions,
-        specs: Specs,
+        spec: TreeSpec,
         roots: Tensor,
     ) -> list[TokenTree] | None:
-        shape = tree_shape(specs)
+        shape = tree_shape(spec)
         table = self.embed_table
         if shape is None or table is None or len(self.draft_steps) != 1 or shape.opens > OPENED:
             return None

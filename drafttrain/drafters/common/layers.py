@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,31 +19,14 @@ from drafttrain.batch import Attend, Part
 from drafttrain.drafters.common.configs import BlockConfig, LayerConfig
 from drafttrain.files import Json, value_of
 from drafttrain.ops.cpu_layers import DecoderLayer
-from drafttrain.ops.layer_ops import has_kernels, rotate_heads
-from drafttrain.ops.packing import SKINNY_ROWS, PackedLinear
+from drafttrain.ops.layer_ops import Tables, has_kernels, rotate_heads
+from drafttrain.ops.packing import SKINNY_ROWS
 
 LayerShape = LayerConfig | BlockConfig
 ANCHORED = 4  # first tokens of a conversation, which `moved` leaves in place
 
 # Activations of the CPU kernels, and whether each is the tanh form of GELU.
 _NATIVE_ACTS = {"silu": False, "gelu_pytorch_tanh": True}
-
-
-class CacheShape(NamedTuple):
-    """Shape of a session's keys and values, [layers, kv_heads, capacity, head_dim]."""
-
-    windows: tuple[int, ...]  # positions that each layer's tokens see; 0 for all
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def layers(self) -> int:
-        return len(self.windows)
-
-    @property
-    def window(self) -> int:
-        """Positions that the cache keeps; 0 for all, as one layer without a window needs."""
-        return min(self.windows, default=0)
 
 
 class Rotary:
@@ -65,31 +47,14 @@ class Rotary:
         self.width = int(head_dim * rotated)
         # Per device: frequencies [r / 2], and the factor of cosine and sine.
         self._known: dict[torch.device, tuple[Tensor, float]] = {}
-        self._rows = (torch.empty(0), torch.empty(0))  # cos, sin of the first positions on the CPU
-
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [t] int64 -> cos, sin [t, 1, r]."""
-        if positions.device.type != "cpu" or dtype != torch.float32 or not positions.shape[0]:
-            return self.compute(positions, dtype)
-        cos, sin = self.up_to(int(positions.max()) + 1)
-        return cos[positions], sin[positions]
-
-    def up_to(self, end: int) -> tuple[Tensor, Tensor]:
-        """cos, sin [at least `end`, 1, r] of positions 0, 1, ... on the CPU in float32, cached."""
-        rows = self._rows  # another thread may replace the tables by shorter ones
-        if end > rows[0].shape[0]:
-            # Doubles: grows seldom.
-            rows = self.compute(torch.arange(1 << end.bit_length()), torch.float32)
-            self._rows = rows
-        return rows
 
     @property
     def frequencies(self) -> Tensor:
         """[r / 2] float32, radians per position; other trainers store `rotary_emb.inv_freq`."""
         return self._frequencies(torch.device("cpu"))[0]
 
-    def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As `tables`, uncached; positions may be negative."""
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
+        """positions [t] int64, also negative ones -> cos, sin [t, 1, r]."""
         device = positions.device
         if device not in self._known:
             self._known[device] = self._frequencies(device)
@@ -134,13 +99,14 @@ def moved(place: Tensor, most: int, part: Part) -> Tensor:
     return torch.where(place < ANCHORED, place, place + offset)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [t, heads, e]; cos, sin [t, 1, r] with r <= e."""
+def rotate(x: Tensor, tables: Tables) -> Tensor:
+    """x [t, heads, e]; tables: cos and sin [t, 1, r] with r <= e."""
+    cos, sin = tables
     if not torch.is_grad_enabled() and x.dtype == cos.dtype and has_kernels(x):
-        return rotate_heads(x, (cos, sin))
+        return rotate_heads(x, tables)
     width = cos.shape[-1]
     if width < x.shape[-1]:
-        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
+        return torch.cat((rotate(x[..., :width], tables), x[..., width:]), dim=-1)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
@@ -173,11 +139,11 @@ class Attending(nn.Module):
     o_proj: nn.Linear
     attention_sink_bias: nn.Parameter | None
 
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """x [t, width]; cos, sin [t, 1, r] -> rotated keys and values [t, kv_heads, e]."""
+    def keys_values(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+        """x [t, width]; tables as in `rotate` -> rotated keys and values [t, kv_heads, e]."""
         raise NotImplementedError
 
-    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def queries(self, x: Tensor, tables: Tables) -> Tensor:
         """As `keys_values` -> rotated queries [t, heads, e]."""
         raise NotImplementedError
 
@@ -188,26 +154,25 @@ class Attending(nn.Module):
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Tables,
         attend: Attend,
         queries: Tensor | None = None,
     ) -> Tensor:
         """Attention over the keys that `attend` selects, cached ones included.
 
         Args:
-            x: [t, width], a key and a value each; cos, sin: [t, 1, r].
+            x: [t, width], a key and a value each. tables: as in `rotate`.
             queries: [tq] int64 rows of x that need an output; None means all.
 
         Returns:
             [tq, hidden].
         """
-        key, value = self.keys_values(x, cos, sin)  # [t, kv_heads, e] each
+        key, value = self.keys_values(x, tables)  # [t, kv_heads, e] each
         if queries is not None:
             x = x[queries]
-            cos = cos[queries]
-            sin = sin[queries]
-        return self.output(attend(self.queries(x, cos, sin), key, value))
+            cos, sin = tables
+            tables = (cos[queries], sin[queries])
+        return self.output(attend(self.queries(x, tables), key, value))
 
 
 class Attention(Attending):
@@ -235,15 +200,15 @@ class Attention(Attending):
         if config.attention_sink_bias:
             self.attention_sink_bias = nn.Parameter(torch.zeros(self.heads))
 
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         shape = (-1, self.kv_heads, self.head_dim)
         key = self.k_norm(self.k_proj(x).view(shape))
         value = self.v_proj(x).view(shape)
-        return rotate(key, cos, sin), value
+        return rotate(key, tables), value
 
-    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def queries(self, x: Tensor, tables: Tables) -> Tensor:
         query = self.q_norm(self.q_proj(x).view(-1, self.heads, self.head_dim))
-        return rotate(query, cos, sin)
+        return rotate(query, tables)
 
 
 class LatentAttention(Attending):
@@ -286,22 +251,22 @@ class LatentAttention(Attending):
         self.o_proj = nn.Linear(self.heads * self.value_dim, h, bias=False)
         self.sharpness = _yarn_sharpness(config.rope_parameters or {})
 
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         narrow, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rotated], dim=-1)
-        shared = rotate(_halves(shared[:, None]), cos, sin)  # [t, 1, r]
+        shared = rotate(_halves(shared[:, None]), tables)  # [t, 1, r]
         wide = self.kv_b_proj(self.kv_a_layernorm(narrow)).unflatten(-1, (self.heads, -1))
         plain, value = wide.split([self.plain, self.value_dim], dim=-1)
         key = torch.cat((plain, shared.expand(-1, self.heads, -1)), dim=-1)
         return key, F.pad(value, (0, self.head_dim - self.value_dim))
 
-    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def queries(self, x: Tensor, tables: Tables) -> Tensor:
         if self.narrow_queries:
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         else:
             query = self.q_proj(x)
         query = query.view(-1, self.heads, self.head_dim)
         plain, rotated = query.split([self.plain, self.rotated], dim=-1)
-        rotated = rotate(_halves(rotated), cos, sin)
+        rotated = rotate(_halves(rotated), tables)
         return torch.cat((plain, rotated), dim=-1) * self.sharpness
 
     def output(self, read: Tensor) -> Tensor:
@@ -320,36 +285,6 @@ def _yarn_sharpness(rope: Json) -> float:
     if rope.get("rope_type") != "yarn" or not share:
         return 1.0
     return (0.1 * share * math.log(rope["factor"]) + 1.0) ** 2
-
-
-class WithHead:
-    """A drafter with one linear layer over its vocabulary.
-
-    Attributes:
-        lm_head: of the drafter's own; None: the target's, which `bind` attaches.
-        frozen: the target's head over the kept tokens; in a list, so that it is neither trained nor
-            saved.
-    """
-
-    lm_head: nn.Linear | None
-    frozen: list[nn.Linear | PackedLinear]
-
-    def make_head(self, config: LayerShape, own: bool) -> None:
-        """Makes the head, unless it is to be the target's."""
-        self.lm_head = None
-        if own:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-
-    @property
-    def head(self) -> nn.Linear | PackedLinear:
-        if self.lm_head is not None:
-            return self.lm_head
-        return self.frozen[0]
-
-    @property
-    def head_weight(self) -> Tensor:
-        """[d, h]."""
-        return self.head.weight
 
 
 class DraftLayer(nn.Module):
@@ -423,8 +358,7 @@ class DraftLayer(nn.Module):
         self,
         state: Tensor,
         embeds: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Tables,
         attend: Attend,
         queries: Tensor | None,
     ) -> Tensor:
@@ -435,8 +369,7 @@ class DraftLayer(nn.Module):
                 self._attended,
                 state,
                 embeds,
-                cos,
-                sin,
+                tables,
                 attend,
                 queries,
             )
@@ -448,12 +381,11 @@ class DraftLayer(nn.Module):
             return self.native.forward(
                 state,
                 x,
-                cos,
-                sin,
+                tables,
                 attend,
                 queries,
             )
-        state = self._attended(state, embeds, cos, sin, attend, queries)
+        state = self._attended(state, embeds, tables, attend, queries)
         return self._transformed(state)
 
     def _inputs(self, state: Tensor, embeds: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -470,8 +402,7 @@ class DraftLayer(nn.Module):
         self,
         state: Tensor,
         embeds: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Tables,
         attend: Attend,
         queries: Tensor | None,
     ) -> Tensor:
@@ -479,7 +410,7 @@ class DraftLayer(nn.Module):
         state, x = self._inputs(state, embeds)
         if queries is not None:
             state = state[queries]
-        return state + self.self_attn(x, cos, sin, attend, queries)
+        return state + self.self_attn(x, tables, attend, queries)
 
     def _transformed(self, state: Tensor) -> Tensor:
         """The state behind the MLP, [t, h]."""

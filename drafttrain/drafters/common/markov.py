@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from drafttrain.drafters.common.block import BlockDrafter, Paths
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.tree_growth import Children
+from drafttrain.losses import Aligned, linear_divergence
 from drafttrain.target import Target
 from drafttrain.values import Count
 
@@ -74,6 +75,12 @@ class CorrectedBlock(BlockDrafter):
         # Both products in one: [d, h + r], and [t, h + r] below.
         head = torch.cat((self.head.weight.to(reads.dtype), self.correction.weight), dim=1)
         return torch.cat((reads, torch.stack(bent, dim=1)[live]), dim=-1), head
+
+    def own_loss(self, hidden: Tensor, aligned: Aligned) -> Tensor:
+        """The block's own loss, without the correction; hidden: as of `other_loss`."""
+        reads = hidden[:, : self.config.hidden_size]  # the rest is the correction's
+        head = self.head.weight.to(reads.dtype)
+        return linear_divergence(reads, head, *aligned, self.config.loss).loss
 
     def conditional(self, logits: Tensor, at: Paths) -> tuple[Children, Tensor | None]:
         bent, states = self.bend(at)

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from drafttrain.batch import TokenTree, cat
 from drafttrain.drafters.common.context_tokens import ContextTokens
-from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.tree_growth import Children as Children
 from drafttrain.drafters.common.tree_growth import GrowingTree, grow_trees, widest
 from drafttrain.drafters.common.tree_spec import TreeSpec
@@ -43,12 +42,12 @@ class DraftPass:
     """The new tokens of a forward of all sequences, one after the other: an `AttentionContext`.
 
     Attributes:
-        shape: of the drafter's cache; its layers are none for a language model's.
+        windows: of the drafter's layers; none for a language model's.
         positions: [n] int64. ends: [R] int64, number of each sequence's last token.
         queries: [q] int64 tokens that the last layer computes; None for all.
     """
 
-    shape: CacheShape
+    windows: tuple[int, ...]
     positions: Tensor
     ends: Tensor
     queries: Tensor | None = None
@@ -85,7 +84,7 @@ class DraftPass:
     @property
     def attends(self) -> list[Callable[..., Tensor]]:
         """Attention of each of the drafter's layers (`_attend_flat`)."""
-        return [partial(self._attend_flat, layer) for layer in range(self.shape.layers)]
+        return [partial(self._attend_flat, layer) for layer in range(len(self.windows))]
 
     def _attend_flat(
         self,
@@ -105,7 +104,7 @@ class DraftPass:
             key.transpose(0, 1)[None],
             value.transpose(0, 1)[None],
             scaling=query.shape[-1] ** -0.5,
-            window=self.shape.windows[layer] or None,
+            window=self.windows[layer] or None,
             softcap=None,
             sinks=sinks,
         )  # [1, q, heads, e]
@@ -173,36 +172,25 @@ class HostPass(DraftPass):
     """A pass over the sessions' own caches.
 
     Args:
-        counts: new tokens of each session. last: the last layer computes each session's last token
-            only.
-        layouts: where the tokens stand; None: in a row behind the committed ones.
+        layouts: where each session's new tokens stand. The caches get room for them.
+        last: the last layer computes each session's last token only.
     """
 
     def __init__(
         self,
         sessions: Sessions,
-        counts: Sequence[int],
+        layouts: Sequence[TreeLayout],
         last: bool = False,
-        layouts: Sequence[TreeLayout] | None = None,
     ):
         self.sessions = sessions
-        self.counts = counts
+        self.layouts = layouts
+        self.counts = [layout.count for layout in layouts]
         self.last = last
-        self.shape = sessions[0].drafter.cache_shape
-        self._given = layouts
-
-    @cached_property
-    def layouts(self) -> Sequence[TreeLayout]:
-        """Those of the tokens, for which the caches have room."""
-        layouts = self._given
-        if layouts is None:
-            pairs = zip(self.sessions, self.counts, strict=True)
-            layouts = [TreeLayout(session.length, count=count) for session, count in pairs]
-        for session, layout in zip(self.sessions, layouts, strict=True):
+        self.windows = sessions[0].drafter.windows
+        for session, layout in zip(sessions, layouts, strict=True):
             cache = session.cache
             cache.reserve(layout.end)  # a tree may reach beyond the longest sequence
             layout.base = cache.base
-        return layouts
 
     @property
     def caches(self) -> list[TreeCache]:
@@ -269,7 +257,7 @@ class HostPass(DraftPass):
             cache.write(layer, keys[i], values[i])
 
     def placed(self, step: DraftStep | None, room: int = 0) -> Placed | None:
-        """See `DraftPass.placed`; room: further slots and positions behind the tokens."""
+        """See `DraftPass.placed`; room: further slots behind the tokens."""
         # Many tokens, as of a prompt, are read faster by torch's layers.
         if step is None or sum(self.counts) > SKINNY_ROWS:
             return None
@@ -281,8 +269,7 @@ class HostPass(DraftPass):
             if room:
                 session.cache.reserve(end + room)
             caches.append(session.cache.addresses(step.shapes))
-        tables = self.sessions[0].drafter.rotary.up_to(plan.positions + room)
-        return Placed(plan, caches, tables, self.shape.window)
+        return Placed(plan, caches)
 
 
 class Steps(Protocol):
@@ -299,7 +286,7 @@ class Steps(Protocol):
     def propose(
         self,
         sessions: Sessions,
-        specs: Sequence[TreeSpec],
+        spec: TreeSpec,
         samplers: Sequence[Sampler | None],
     ) -> list[TokenTree] | None: ...
 
@@ -435,10 +422,6 @@ class JointSession(Session):
         if self.text is not None:
             self.text.read(tokens.tolist())
 
-    def reads_to(self, spec: TreeSpec) -> bool:
-        """Whether a tree can be drafted."""
-        return True
-
     def form(self, spec: TreeSpec) -> tuple[TreeSpec, Tensor | None]:
         """The tree to grow for a spec, and the target id of each drafter id; None if equal."""
         return spec, self.ids
@@ -476,7 +459,7 @@ class JointSession(Session):
         self.drafter.extend_all([self], [tokens], [features])
 
     def propose(self, spec: TreeSpec, sampler: Sampler | None = None) -> TokenTree:
-        return self.drafter.propose_all([self], [spec], [sampler])[0]
+        return self.drafter.propose_all([self], spec, [sampler])[0]
 
 
 class HostPlaces:
@@ -492,85 +475,84 @@ class HostPlaces:
         computed: Sequence[int] | None = None,
         mutual: bool = False,
     ) -> HostPass:
-        layouts = None
-        if mutual:
-            layouts = [BlockLayout(session.length, count) for session in self.sessions]
-        return HostPass(self.sessions, [count] * len(self.sessions), layouts=layouts)
+        layouts: list[TreeLayout] = []
+        for session in self.sessions:
+            if mutual:
+                layouts.append(BlockLayout(session.length, count))
+            else:
+                layouts.append(TreeLayout(session.length, count=count))
+        return HostPass(self.sessions, layouts)
 
     def roots(self) -> HostPass:
         """The pass over each sequence's last committed token, which is stored already."""
         layouts = [TreeLayout(session.length - 1, count=1) for session in self.sessions]
-        return HostPass(self.sessions, [1] * len(layouts), layouts=layouts)
+        return HostPass(self.sessions, layouts)
 
     def open(self, growing: Sequence[GrowingTree]) -> HostPass:
         """The pass over the nodes that trees open."""
         own = []
-        counts = [len(tree.parents) for tree in growing]
         layouts = []
-        for tree, count in zip(growing, counts, strict=True):
+        for tree in growing:
             session = self.sessions[tree.row]
             # The root is the last committed token; nodes stand behind it in the order they were
             # opened.
-            held = 1 + len(tree.opened) - count
+            held = 1 + len(tree.opened) - len(tree.above)
             own.append(session)
             layouts.append(TreeLayout(session.length - 1, tree.opened, held=held))
-        return HostPass(own, counts, layouts=layouts)
+        return HostPass(own, layouts)
 
 
 @without_grad
 def propose(
     drafter: Any,
     sessions: Sessions,
-    specs: Sequence[TreeSpec],
+    spec: TreeSpec,
     samplers: Sequence[Sampler | None],
 ) -> list[TokenTree]:
     """Drafts a tree per session, see `Drafter.propose_all`."""
     steps = sessions[0].steps
     if steps is not None:
-        static = steps.propose(sessions, specs, samplers)
+        static = steps.propose(sessions, spec, samplers)
         if static is not None:
             return static
 
     # Sessions that cannot draft get empty trees; the others draft together.
-    ready = [row for row, session in enumerate(sessions) if session.reads_to(specs[row])]
-    if len(ready) < len(sessions):
-        trees = [TokenTree.empty(drafter.kept_ids.device)] * len(sessions)
-        if ready:
-            drafted = propose(
-                drafter,
-                [sessions[row] for row in ready],
-                [specs[row] for row in ready],
-                [samplers[row] for row in ready],
-            )
-            for row, tree in zip(ready, drafted, strict=True):
-                trees[row] = tree
+    ready = []
+    for row, session in enumerate(sessions):
+        if session.root is not None and session.reaches(spec.depth):
+            ready.append(row)
+    trees = [TokenTree.empty(drafter.kept_ids.device)] * len(sessions)
+    if not ready:
         return trees
-
-    roots = cat([session.root for session in sessions])  # [sessions, ...]
-    grown = drafter.grow_by_kernel(sessions, specs, roots)
-    if grown is not None:
-        return grown
-    return _grow_on_host(drafter, sessions, specs, samplers, roots)
+    drafting = [sessions[row] for row in ready]
+    roots = cat([session.root for session in drafting])  # [ready, ...]
+    drafted = drafter.grow_by_kernel(drafting, spec, roots)
+    if drafted is None:
+        drawing = [samplers[row] for row in ready]
+        drafted = _grow_on_host(drafter, drafting, spec, drawing, roots)
+    for row, tree in zip(ready, drafted, strict=True):
+        trees[row] = tree
+    return trees
 
 
 def _grow_on_host(
     drafter: Any,
     sessions: Sessions,
-    specs: Sequence[TreeSpec],
+    spec: TreeSpec,
     samplers: Sequence[Sampler | None],
     roots: Tensor,
 ) -> list[TokenTree]:
     """Grows all trees together below roots [R, ...], one pass per depth."""
-    width = widest(specs)
+    width = widest(spec)
     if any(session.text for session in sessions):  # joined tokens need all logits
         width = None
-    places = HostPlaces(sessions, max(spec.depth for spec in specs))
+    places = HostPlaces(sessions, spec.depth)
     first, ask = drafter.draft(roots, places, width)
     trees = []
     for row, session in enumerate(sessions):
-        spec, ids = session.form(specs[row])
+        own, ids = session.form(spec)
         tree = GrowingTree(
-            spec,
+            own,
             session.read_children(first.part(slice(row, row + 1))),
             ids,
             samplers[row],
@@ -578,37 +560,25 @@ def _grow_on_host(
             row,
         )
         trees.append(tree)
-    begins = {row: row for row in range(len(trees))}  # number of each tree's first node
 
     def step(growing: list[GrowingTree], depth: int) -> list[Children]:
-        nonlocal begins
-        before = begins
-        rows = []
-        ends = [0]
+        rows: list[int] = []
+        above: list[int] = []
         for tree in growing:
-            rows += [tree.row] * len(tree.parents)
-            ends.append(len(rows))
-        # `ends` has one more.
-        begins = {tree.row: begin for tree, begin in zip(growing, ends, strict=False)}
-
-        def above() -> Tensor:
-            numbers = []
-            for tree in growing:
-                for parent in tree.above:
-                    numbers.append(before[tree.row] + parent)
-            return torch.tensor(numbers, device=roots.device)
-
+            above += [tree.place + parent for parent in tree.above]
+            tree.place = len(rows)
+            rows += [tree.row] * len(tree.above)
         nodes = Nodes(
             depth,
             rows,
             tokens=lambda: cat([sessions[tree.row].open_nodes(tree) for tree in growing]),
-            above=above,
+            above=lambda: torch.tensor(above, device=roots.device),
             place=partial(places.open, growing),
         )
         children = ask(nodes)
         each = []
-        for i, tree in enumerate(growing):
-            own = slice(ends[i], ends[i + 1])
+        for tree in growing:
+            own = slice(tree.place, tree.place + len(tree.above))
             if children.shared:
                 own = slice(tree.row, tree.row + 1)
             each.append(sessions[tree.row].read_children(children.part(own)))
@@ -616,7 +586,7 @@ def _grow_on_host(
 
     drafted = []
     for row, grown in enumerate(grow_trees(trees, step)):
-        drafted.append(sessions[row].offer(grown, specs[row]))
+        drafted.append(sessions[row].offer(grown, spec))
     return drafted
 
 
@@ -632,38 +602,28 @@ def extend(
     if steps is not None and steps.read(sessions, tokens, features):
         return
     reading = []
+    layouts = []
     unread = []
     states = []
-    counts = []
     for session, new, own in zip(sessions, tokens, features, strict=True):
         rest = session.take(new)
-        count = rest.shape[0]
-        if count:
+        if rest.shape[0]:
             reading.append(session)
+            layouts.append(TreeLayout(session.length, count=rest.shape[0]))
             unread.append(rest)
             states.append(own)
-            counts.append(count)
     if not reading:
         return
     # Only each last token needs an output, the root of the next tree.
-    at = HostPass(reading, counts, last=True)
+    at = HostPass(reading, layouts, last=True)
     roots = drafter.read_committed(cat(unread), cat(states), at)
     for row, (session, rest) in enumerate(zip(reading, unread, strict=True)):
         session.commit(rest, roots[row : row + 1])
 
 
-def tree_shape(specs: Sequence[TreeSpec]) -> TreeShape | None:
-    """The greedy tree that a kernel grows for all of these specs.
-
-    None if they differ, draw tokens, or have paths of ranks.
-    """
-    if all(other == specs[0] for other in specs[1:]):
-        return _shape_of(specs[0])
-    return None
-
-
 @functools.cache
-def _shape_of(spec: TreeSpec) -> TreeShape | None:
+def tree_shape(spec: TreeSpec) -> TreeShape | None:
+    """The greedy tree that a kernel grows; None if tokens are drawn, or paths of ranks."""
     if spec.sampled or spec.shape not in ("chain", "fanout", "dynamic"):
         return None
     fanout = () if spec.shape == "dynamic" else spec.fanout

@@ -60,7 +60,6 @@ POWER = 8.0
 SCORE = 8.0
 # RMS of a learned mask, small against the prediction that attention adds to it.
 MASK = 0.1
-BLOCKS = ("self_attn", "mlp")  # of a decoder layer
 
 
 def norm_weight(module: nn.Module) -> Tensor | None:
@@ -118,36 +117,25 @@ def copy_layer(ours: DraftLayer, theirs: nn.Module) -> list[str]:
 
     The `hidden_norm` of a layer that has one takes their input norm.
     """
-    attention = ours.self_attn
+    others = dict(theirs.named_modules())
     # Families with four norms per layer name the norm before the MLP differently.
-    before_mlp = getattr(theirs, "pre_feedforward_layernorm", None)
-    if before_mlp is None:
-        before_mlp = getattr(theirs, "post_attention_layernorm", None)
-    input_norm = "input_layernorm"
-    if ours.hidden_norm is not None:
-        input_norm = "hidden_norm"
-    norms = {
-        input_norm: (getattr(ours, input_norm), getattr(theirs, "input_layernorm", None)),
-        "post_attention_layernorm": (ours.post_attention_layernorm, before_mlp),
-    }
-
+    if "pre_feedforward_layernorm" in others:
+        others["post_attention_layernorm"] = others["pre_feedforward_layernorm"]
+    if ours.hidden_norm is not None:  # ours norms an embedding before
+        others["hidden_norm"] = others.pop("input_layernorm", None)
     copied = []
-    for name, (own, other) in norms.items():
-        if isinstance(own, RMSNorm) and copy_norm(own, other):
-            copied.append(name)
-    for block in BLOCKS:
-        their_block = getattr(theirs, block, None)
-        for name, own in getattr(ours, block).named_children():
-            other = getattr(their_block, name, None)
+    for name, own in ours.named_modules():
+        other = others.get(name)
+        done = False
+        if isinstance(own, RMSNorm):
+            done = copy_norm(own, other)
+        elif isinstance(own, nn.Linear):
             repeated = 0
-            if name in ("k_proj", "v_proj"):
-                repeated = attention.head_dim
-            if isinstance(own, RMSNorm):
-                done = copy_norm(own, other)
-            else:
-                done = isinstance(own, nn.Linear) and copy_linear(own, other, repeated)
-            if done:
-                copied.append(f"{block}.{name}")
+            if name.endswith(("k_proj", "v_proj")):
+                repeated = ours.self_attn.head_dim
+            done = copy_linear(own, other, repeated)
+        if done:
+            copied.append(name)
     return copied
 
 
@@ -166,7 +154,7 @@ def final_norm(target: Target) -> nn.Module | None:
     return getattr(target.body, "norm", None)
 
 
-def copy_ends(drafter: DecoderDrafter, norm: RMSNorm, target: Target) -> list[str]:
+def copy_ends(drafter: DecoderDrafter, target: Target) -> list[str]:
     """Copies the target's final norm to a drafter's, and its head rows into a head of its own.
 
     Returns the names of what it copied.
@@ -175,7 +163,7 @@ def copy_ends(drafter: DecoderDrafter, norm: RMSNorm, target: Target) -> list[st
     if drafter.lm_head is not None:
         drafter.lm_head.weight.copy_(drafter.head_rows(target))
         names.append("lm_head")
-    if copy_norm(norm, final_norm(target)):
+    if copy_norm(drafter.norm, final_norm(target)):  # type: ignore[arg-type]  # an RMS norm
         names.append("norm")
     return names
 
@@ -561,8 +549,8 @@ def _set_block_attention(
         share = min(1.0, SCORE / strength)
     turned = share * slow + (1 - share**2) ** 0.5 * aside
     # Queries of context heads match the key at the position before.
-    cos, sin = rotary.compute(torch.tensor([-1], device=gram.device), torch.float32)
-    newest = rotate(every[None, None], cos, sin)[0, 0]
+    tables = rotary.tables(torch.tensor([-1], device=gram.device), torch.float32)
+    newest = rotate(every[None, None], tables)[0, 0]
     for part, heads, key, query, sign in (
         (token, range(tokens), slow, turned, 1.0),
         (context, range(tokens, kv), every, newest, -1.0),

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from drafttrain.batch import Proposal, TokenTree
-from drafttrain.drafters.common.layers import CacheShape
 from drafttrain.drafters.common.rows import DraftPass, JointSession, Nodes
 from drafttrain.drafters.common.tensor_growth import Grown, TensorGrowth
 from drafttrain.drafters.common.tree_growth import Children
@@ -37,7 +36,12 @@ from drafttrain.ops.graphs import (
 )
 from drafttrain.ops.sampling import Sampler, SamplingParams
 from drafttrain.ops.tree_attention import AttentionForm, TreeLayout
-from drafttrain.ops.tree_attention_triton import PackedPlan, PlanShape, packed_tree_attention
+from drafttrain.ops.tree_attention_triton import (
+    Opened,
+    PackedPlan,
+    PlanShape,
+    packed_tree_attention,
+)
 from drafttrain.ops.tree_cache import TreeCache
 
 _WORD = 32  # bits of a word of ancestor masks
@@ -101,12 +105,12 @@ class StaticPass(SlotAttention, DraftPass):
         plans: Sequence[PackedPlan],
         positions: Tensor,
         ends: Tensor,
-        shape: CacheShape,
+        windows: tuple[int, ...],
     ):
         super().__init__(cache, slots, plans)
         self.positions = positions
         self.ends = ends
-        self.shape = shape
+        self.windows = windows
 
 
 class StaticPlaces:
@@ -116,7 +120,7 @@ class StaticPlaces:
         cache: of the sessions. rows: [R] int64 each sequence's. held: [R] int64 its committed
             tokens whose keys are in place.
         growth: of the trees that grow behind the last committed token, their root.
-        shape: of the drafter's cache.
+        windows: of the drafter's layers.
 
     Attributes:
         depth: of the deepest node.
@@ -128,10 +132,10 @@ class StaticPlaces:
         rows: Tensor,
         held: Tensor,
         growth: TensorGrowth,
-        shape: CacheShape,
+        windows: tuple[int, ...],
     ):
         self.cache = cache
-        self.shape = shape
+        self.windows = windows
         self.rows = rows
         self.held = held
         self.depth = growth.depth
@@ -239,7 +243,7 @@ class StaticPlaces:
             plans.append(plan)
         at = positions[:, begin : begin + len(own)].flatten().long()
         ends = each[1:].long() * len(own) - 1
-        return StaticPass(self.cache, slots.flatten(), plans, at, ends, self.shape)
+        return StaticPass(self.cache, slots.flatten(), plans, at, ends, self.windows)
 
 
 class ReadStep:
@@ -258,8 +262,7 @@ class ReadStep:
 
     def fill(
         self,
-        rows: Sequence[int],
-        layouts: Sequence[TreeLayout],
+        opened: Opened,
         ids: Tensor,
         features: Tensor,
     ) -> None:
@@ -268,11 +271,11 @@ class ReadStep:
         cache = self.steps.cache
         self.ids[:n].copy_(ids)
         self.features[:n].copy_(features)
-        ends = np.cumsum([layout.count for layout in layouts]) - 1
-        spare = self.shape.rows - len(rows)  # padding rows use the cache's last row
-        more = list(rows) + [cache.rows - 1] * spare
+        ends = np.cumsum([layout.count for _, layout in opened]) - 1
+        spare = self.shape.rows - len(opened)  # padding rows use the cache's last row
+        more = [row for row, _ in opened] + [cache.rows - 1] * spare
         more += ends.tolist() + [0] * spare
-        self.places.fill(list(zip(rows, layouts, strict=True)), cache.capacity, more)
+        self.places.fill(opened, cache.capacity, more)
 
     @torch.no_grad()
     def forward(self) -> None:
@@ -284,7 +287,7 @@ class ReadStep:
             [places.plan],
             places.plan.positions.long(),
             self.ends,
-            drafter.cache_shape,
+            drafter.windows,
         )
         roots = drafter.read_committed(self.ids, self.features, at)
         self.steps.roots.index_copy_(0, self.rows, roots.to(self.steps.roots.dtype))
@@ -340,7 +343,7 @@ class GrowStep:
             self.rows,
             self.held,
             self.growth,
-            drafter.cache_shape,
+            drafter.windows,
         )
         first, ask = drafter.draft(steps.roots[self.rows], places, None)
         trees = torch.arange(len(self.rows), device=self.rows.device)[:, None]  # [R, 1]
@@ -466,18 +469,16 @@ class DraftSteps:
         if end + padding > self.cache.capacity:
             return False
 
-        rows = []
-        layouts = []
+        opened = []
         for session, count in zip(sessions, counts, strict=True):
             self._take_root(session)
-            rows.append(session.row)
-            layouts.append(TreeLayout(session.length, count=count))
+            opened.append((session.row, TreeLayout(session.length, count=count)))
         ids = torch.cat(list(tokens))  # [n]
         states = torch.cat(list(features))  # [n, f*h]
         run = self._captured.step(
             shape,
             lambda: ReadStep(self, shape, states),
-            lambda step: step.fill(rows, layouts, ids, states),
+            lambda step: step.fill(opened, ids, states),
         )
         if run is None:
             return False
@@ -489,12 +490,11 @@ class DraftSteps:
     def propose(
         self,
         sessions: Sequence[JointSession],
-        specs: Sequence[TreeSpec],
+        spec: TreeSpec,
         samplers: Sequence[Sampler | None],
     ) -> list[TokenTree] | None:
         """A tree per session, as `Drafter.propose_all`; None where dynamic passes must draft."""
-        spec = specs[0]
-        if any(other != spec for other in specs) or not TensorGrowth.serves(spec):
+        if not TensorGrowth.serves(spec):
             return None
         growth = self._growth(spec)
         rows = padded_rows(len(sessions))

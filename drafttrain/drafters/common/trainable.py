@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,11 +18,10 @@ from drafttrain.drafters.base import (
     Drafter,
     KeepTokens,
     Session,
-    Specs,
 )
 from drafttrain.drafters.common import lora, rows
 from drafttrain.drafters.common.context_tokens import ContextVocabulary
-from drafttrain.drafters.common.layers import CacheShape, DraftLayer, Rotary, WithHead
+from drafttrain.drafters.common.layers import DraftLayer, Rotary
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, JointSession, Places
 from drafttrain.drafters.common.saving import NamedDrafter, SavedWeights
 from drafttrain.drafters.common.static_draft import DraftSteps
@@ -67,7 +66,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         kept_ids: [d] int64, the target id of each drafter id.
         static: rounds may be captured in CUDA graphs. static_depth: the deepest node that the kind
             predicts; None for any.
-        cache_shape: of a session's keys and values.
+        windows: positions that the tokens of each layer with a cache see; 0 for all.
         embed: the target's embedding, ids [...] -> [..., h]; attached by `bind` as a plain
             function, so that it is neither trained, saved nor sharded with the drafter.
         embed_table: its rows [v, h], if the embedding does nothing else and a kernel reads them.
@@ -82,7 +81,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     embed: Callable[[Tensor], Tensor]
     embed_table: Tensor | None = None
     static = False
-    cache_shape = CacheShape((), 0, 0)
+    windows: tuple[int, ...] = ()
     static_depth: int | None = None
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -343,10 +342,8 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         return DraftSteps(self, pool, capacity, rows, spec)
 
     def static_layers(self) -> Buffers:
-        """Empty keys and values [1, kv_heads, 0, e] of each layer with a cache."""
-        shape = self.cache_shape
-        empty = next(self.parameters()).new_empty(1, shape.kv_heads, 0, shape.head_dim)
-        return dict.fromkeys(range(shape.layers), (empty, empty))
+        """Empty keys and values [1, kv_heads, 0, e] of each layer with a cache; none by default."""
+        return {}
 
     # -- drafting ----------------------------------------------------------------------------------
 
@@ -383,7 +380,7 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     def grow_by_kernel(
         self,
         sessions: rows.Sessions,
-        specs: Specs,
+        spec: TreeSpec,
         roots: Tensor,
     ) -> list[TokenTree] | None:
         """Greedy trees below roots [R, ...] by one C call; None where it does not apply."""
@@ -396,43 +393,46 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
     propose_all = rows.propose
 
 
-class DecoderDrafter(WithHead, TrainableDrafter):  # type: ignore[misc]  # as `TrainableDrafter`
+class DecoderDrafter(TrainableDrafter):
     """A trained drafter of decoder layers, with a cache.
 
     A kind calls `finish` when it has made its modules.
 
     Attributes:
+        lm_head: its own linear layer [d, h] over its vocabulary; None: it uses the target's.
+        head: the one that it uses, after `bind` in any case. No submodule: the target's is neither
+            trained nor saved.
         adapted: only adapters are trained, in linear layers of its decoder layers and in what fuses
             their input.
-        scales_head: the target's factor of logits is in the frozen rows.
+        scales_head: the target's factor of logits is in the rows that it uses of the target's.
+        context: the tokens of texts that may join its vocabulary, set by `bind`; None: none may.
     """
 
+    lm_head: nn.Linear | None
+    head: nn.Linear | PackedLinear
     scales_head = True
-
     adapted = False
     packed = False
     stored = torch.float32  # of cached keys and values on a CPU
     name_options = ("extra_vocab_size",)
-    context: ContextVocabulary | None = None  # set by `bind`
+    context: ContextVocabulary | None = None
 
-    def finish(self, layers: int, windows: Sequence[int] = ()) -> None:
-        """Ends a kind's `__init__`.
-
-        Args:
-            layers: layers with a key-value cache of their own. windows: of each; none where all have
-                the config's.
-        """
+    def finish(self, own_head: bool) -> None:
+        """Ends a kind's `__init__`. own_head: it has a head of its own."""
         config = self.config
+        self.lm_head = None
+        if own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            self._use_head(self.lm_head)
         self.feature_layers = tuple(config.feature_layers)
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
         self.rotary = Rotary(config.rotary_dim, config.rope_parameters)
-        self.cache_shape = CacheShape(
-            tuple(windows) or (config.sliding_window,) * layers,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.windows = config.windows
         self.gradient_checkpointing = False
         self.post_init()
+
+    def _use_head(self, head: nn.Linear | PackedLinear) -> None:
+        self.__dict__["head"] = head
 
     @classmethod
     def begin(
@@ -513,7 +513,9 @@ class DecoderDrafter(WithHead, TrainableDrafter):  # type: ignore[misc]  # as `T
 
     def bind(self, target: Target) -> None:
         super().bind(target)
-        self.context = ContextVocabulary(target, self.kept_ids, self.config.extra_vocab_size)
+        self.context = None
+        if self.config.extra_vocab_size:
+            self.context = ContextVocabulary(target, self.kept_ids, self.config.extra_vocab_size)
         if self.lm_head is not None:
             return
         rows = self.head_rows(target).detach().to(target.device)  # [d, h]
@@ -521,18 +523,24 @@ class DecoderDrafter(WithHead, TrainableDrafter):  # type: ignore[misc]  # as `T
             rows = rows * target.logit_scale
         head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         head.weight = nn.Parameter(rows, requires_grad=False)
-        self.frozen = [PackedLinear(head) if self.packed else head]
+        self._use_head(PackedLinear(head) if self.packed else head)
 
     @property
     def joins_tokens(self) -> bool:
         return self.uses_text and self.config.extra_vocab_size > 0
 
     def start(self, prompt_ids: Tensor, max_length: int) -> JointSession:
-        cache = TreeCache(max_length + ROOM, dtype=self.stored, window=self.cache_shape.window)
+        # One layer without a window needs all positions.
+        cache = TreeCache(max_length + ROOM, dtype=self.stored, window=min(self.windows))
         text = None  # tokens that join the sequence's vocabulary, where any may
         if self.uses_text and self.context is not None:
-            text = self.context.open(self.head_weight)
+            text = self.context.open(self.head.weight)
         return JointSession(self, cache, text)
+
+    def static_layers(self) -> Buffers:
+        config = self.config
+        empty = next(self.parameters()).new_empty(1, config.num_key_value_heads, 0, config.head_dim)
+        return dict.fromkeys(range(len(self.windows)), (empty, empty))
 
     @property
     def decoder_layers(self) -> list[DraftLayer]:
@@ -549,6 +557,8 @@ class DecoderDrafter(WithHead, TrainableDrafter):  # type: ignore[misc]  # as `T
             self.pack_depths()
         super().pack()
         self.packed = True
+        if self.lm_head is not None:
+            self._use_head(self.lm_head)
 
     def pack_depths(self) -> None:
         """Called when the layers are packed, for kinds that can do more."""

@@ -89,9 +89,12 @@ class GrowingTree:
 
     Attributes:
         done: no node is left to open.
-        tokens: [m] int64 drafter ids of the nodes to open. parents: their parents among all opened
-            nodes, -1 for the root.
-        opened: parents of all nodes opened so far, `parents` included.
+        tokens: [m] int64 drafter ids of the nodes to open. above: their parents among the nodes that
+            were opened last (the root at first).
+        opened: parents of all nodes opened so far, those to open included, counted among them; -1
+            for the root.
+        place: for the caller, the number of the first node that was opened last among those of all
+            trees; the root's is `row`.
     """
 
     def __init__(
@@ -108,23 +111,20 @@ class GrowingTree:
         self.kept_ids = kept_ids
         self.sampler = sampler if spec.sampled else None
         self.row = row
+        self.place = row
         self.device = root.scores.device
         self.done = False
         self.opened: list[int] = []
-        # Order of the first node of the level being opened, and of the level above.
-        self._begin = -1
-        self._above = -1
+        self._begin = -1  # number of the first node that was opened last
         self._depths_left = spec.depth
         if max_depth:
             self._depths_left = min(spec.depth, max_depth)
         self._floor = spec.floor
-        # Per candidate: drafter id, parent, log-probability and ranks of its path, order of
-        # opening, row of q.
+        # Per candidate: drafter id, parent, log-probability and ranks of its path, row of q.
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._scores: list[float] = []
         self._paths: list[tuple[int, ...]] = []
-        self._order: list[int] = []
         self._rows: list[int] = []
         self._q: list[Tensor] = []  # [., d] each
         self._level = [-1]  # nodes whose children come next; the root
@@ -159,11 +159,6 @@ class GrowingTree:
         if self.kept_ids is None:
             return self.tokens
         return self.kept_ids[self.tokens]
-
-    @property
-    def above(self) -> list[int]:
-        """[m] the parents of the nodes to open, counted among the nodes that were opened last."""
-        return [parent - self._above for parent in self.parents]
 
     def finish(self) -> TokenTree:
         """The tree, in target ids."""
@@ -235,39 +230,27 @@ class GrowingTree:
             self._parents += [parent] * len(ranks)
             self._paths += [(*path, rank) for rank in ranks]
             self._scores += [above + values[rank] for rank in ranks]
-            self._order += [-1] * len(ranks)
             self._rows += [first_row + row] * len(ranks)
         return list(range(first, len(self._tokens)))
 
     def _open(self, level: list[int]) -> None:
         """Makes candidates the nodes to open next."""
-        self._level = level
-        self._above = self._begin
-        self._begin = len(self.opened)
+        place = {node: i for i, node in enumerate(self._level)}  # of the nodes opened last
         self.tokens = torch.tensor([self._tokens[node] for node in level], device=self.device)
-        self.parents = []
-        for node in level:
-            parent = self._parents[node]
-            self.parents.append(self._order[parent] if parent >= 0 else -1)
-        for order, node in enumerate(level, self._begin):
-            self._order[node] = order
-        self.opened = self.opened + self.parents
+        self.above = [place[self._parents[node]] for node in level]
+        begin = len(self.opened)
+        self.opened = self.opened + [self._begin + i for i in self.above]
+        self._begin = begin
+        self._level = level
 
 
-def widest(specs: Sequence[TreeSpec]) -> int | None:
-    """The most top tokens that any node of these trees needs; None if some tokens are drawn.
-
-    Drawing needs all logits.
-    """
-    width = 1
-    for spec in specs:
-        if spec.sampled:
-            return None
-        own = spec.top_k
-        if spec.paths:
-            own = 1 + max(map(max, spec.paths))
-        width = max(width, own)
-    return width
+def widest(spec: TreeSpec) -> int | None:
+    """The most top tokens that any node of a tree needs; None if tokens are drawn, of all logits."""
+    if spec.sampled:
+        return None
+    if spec.paths:
+        return 1 + max(map(max, spec.paths))
+    return max(1, spec.top_k)  # of `none`, too
 
 
 def grow_trees(

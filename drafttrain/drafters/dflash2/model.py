@@ -30,7 +30,8 @@ from drafttrain.drafters.common.layers import DraftLayer
 from drafttrain.drafters.common.markov import MarkovBlock, MarkovConfig
 from drafttrain.drafters.common.tree_growth import Children
 from drafttrain.errors import UserError
-from drafttrain.losses import Aligned, linear_divergence
+from drafttrain.losses import Aligned
+from drafttrain.ops.layer_ops import Tables
 from drafttrain.values import Count, Size, Weight
 
 
@@ -119,13 +120,12 @@ class ConvLayer(DraftLayer):
         self,
         state: Tensor,
         embeds: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Tables,
         attend: Attend,
         queries: Tensor | None,
     ) -> Tensor:
         x, delta = self.attention_conv(self.input_layernorm(state))
-        return state + self.attention_conv.behind(self.self_attn(x, cos, sin, attend), delta)
+        return state + self.attention_conv.behind(self.self_attn(x, tables, attend), delta)
 
     def _transformed(self, state: Tensor) -> Tensor:
         x, delta = self.mlp_conv(self.post_attention_layernorm(state))
@@ -167,10 +167,7 @@ class DFlash2(MarkovBlock):
         config = self.config
         if not 0 < config.selector_top_k < config.draft_vocab_size or not config.unary_weight:
             return 0.0, []
-        reads = hidden[:, : config.hidden_size]  # the rest is the selector's
-        head = self.head.weight.to(reads.dtype)
-        out = linear_divergence(reads, head, *aligned, config.loss)
-        return config.unary_weight * out.loss, []
+        return config.unary_weight * self.own_loss(hidden, aligned), []
 
     def conditional(self, logits: Tensor, at: Paths) -> tuple[Children, Tensor | None]:
         count = self.config.selector_top_k

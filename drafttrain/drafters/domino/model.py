@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from drafttrain.drafters.common.block import OtherLoss, Paths
 from drafttrain.drafters.common.configs import BlockConfig
 from drafttrain.drafters.common.markov import CorrectedBlock
-from drafttrain.losses import Aligned, linear_divergence
+from drafttrain.losses import Aligned
 from drafttrain.values import Count, Fraction, PositiveFraction, Size
 
 
@@ -134,9 +134,7 @@ class Domino(CorrectedBlock):
         share = self.base_share
         if not share:
             return 0.0, []
-        reads = hidden[:, : self.config.hidden_size]
-        head = self.head.weight.to(reads.dtype)
-        return share * linear_divergence(reads, head, *aligned, self.config.loss).loss, []
+        return share * self.own_loss(hidden, aligned), []
 
 
 KIND = Domino

@@ -86,9 +86,6 @@ class DraftModelSession(JointSession):
         self.tokens = []
         self.parents = []
 
-    def reads_to(self, spec: TreeSpec) -> bool:
-        return self.root is not None and self.reaches(spec.depth)
-
     def form(self, spec: TreeSpec) -> tuple[TreeSpec, Tensor | None]:
         self.forget()
         self.columns, ids = self.drafter.choice_of(spec)

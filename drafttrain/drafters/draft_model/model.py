@@ -34,7 +34,6 @@ from drafttrain.drafters.base import KeepTokens, StepInputs
 from drafttrain.drafters.common import lora
 from drafttrain.drafters.common.configs import TargetedConfig
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places
-from drafttrain.drafters.common.static_draft import DraftSteps
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.draft_model import start as language_models
@@ -49,7 +48,6 @@ from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.formats.weights import read_config
 from drafttrain.losses import StoredTopK, linear_divergence
-from drafttrain.ops.graphs import GraphPool
 from drafttrain.ops.tree_cache import Buffers, TreeCache
 from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target
@@ -121,7 +119,6 @@ class DraftModel(TrainableDrafter):
 
     config_class = DraftModelConfig
     kind = "draft_model"
-    static = True
     pretrains = True
     writes_responses = True
     loads_language_models = True
@@ -491,18 +488,10 @@ class DraftModel(TrainableDrafter):
             return OwnVocabularySession(self, self.pair, prompt_ids, max_length)
         return DraftModelSession(self, prompt_ids, max_length)
 
-    def open_steps(
-        self,
-        pool: GraphPool,
-        capacity: int,
-        rows: int,
-        spec: TreeSpec,
-        last: DraftSteps | None,
-    ) -> DraftSteps | None:
-        # Tokens of another vocabulary come from text, on the host.
-        if self.pair is not None:
-            return None
-        return super().open_steps(pool, capacity, rows, spec, last)
+    @property
+    def static(self) -> bool:  # type: ignore[override]
+        """False with another vocabulary: its tokens come from text, on the host."""
+        return self.pair is None
 
     @torch.no_grad()
     def static_layers(self) -> Buffers:

@@ -87,8 +87,7 @@ class Eagle1(LayerDrafter):
         self.norm: RMSNorm | None = None
         if config.normed_layers:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.make_head(config, own=False)
-        self.finish(config.num_hidden_layers)
+        self.finish(own_head=False)
 
     @property
     def token_weight(self) -> float:

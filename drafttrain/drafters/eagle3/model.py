@@ -113,8 +113,7 @@ class Eagle3(LayerDrafter):
         for i in range(1, config.num_hidden_layers):
             self.layers[str(i)] = DraftLayer(config)
         self.norm = RMSNorm(h, eps)
-        self.make_head(config, own=True)
-        self.finish(config.num_hidden_layers)
+        self.finish(own_head=True)
 
     @classmethod
     def begin(
@@ -183,7 +182,7 @@ class Eagle3(LayerDrafter):
         if self.config.hidden_size != self.config.target_hidden_size:
             return []
         starts.identity_on_last(self.fc)
-        names = ["fc", *starts.copy_ends(self, self.norm, target)]
+        names = ["fc", *starts.copy_ends(self, target)]
         layers = self.decoder_layers
         copied = starts.copy_last_layers(layers, target.last_layers(len(layers)))
         if copied:

@@ -87,10 +87,10 @@ _HEADS = ("shared_head.head.weight",)
 _BUFFERS = ("rotary_emb.inv_freq",)
 _SCALE = "_scale_inv"  # behind the name of an FP8 weight: its factors, one per block
 # Modules of a plain dense layer.
-_PLAIN = {
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.q_norm",
-    "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
-}  # fmt: skip
+_PLAIN = (
+    "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "self_attn.q_proj",
+    "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
 
 
 class NativeModule(NamedTuple):

@@ -30,6 +30,7 @@ from drafttrain.drafters.mtp.checkpoint_modules import NativeModule, plain_layer
 from drafttrain.errors import UserError
 from drafttrain.files import Json
 from drafttrain.ops.cpu_draft import DraftWeights
+from drafttrain.ops.layer_ops import Tables
 from drafttrain.target import Target
 from drafttrain.target.own_layer import (
     PLACES,
@@ -101,10 +102,8 @@ class FamilyRotary(Rotary):
     def __init__(self, layer: OwnLayer):
         self.layer = layer
 
-    def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> Tables:
         return self.layer.tables(positions, dtype)
-
-    tables = compute
 
 
 class MTP(LayerDrafter):
@@ -117,8 +116,7 @@ class MTP(LayerDrafter):
         super().__init__(config)
         self.blocks: Any = nn.ModuleList(MTPModule(config) for _ in range(config.modules))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.make_head(config, config.train_head)
-        self.finish(layers=1)
+        self.finish(config.train_head)
         own = self.blocks[0].layer
         if isinstance(own, OwnLayer):
             self.rotary = FamilyRotary(own)
@@ -339,21 +337,19 @@ class MTP(LayerDrafter):
         This one's is a plain layer, the other's an `OwnLayer`.
         """
         own = other.blocks[0].layer
-        states, cos, sin = own.probe()
+        states, tables = own.probe()
         theirs = own(
             states,
             None,
-            cos,
-            sin,
+            tables,
             causal,
             None,
         )
-        cos, sin = self.rotary.tables(torch.tensor(PLACES), states.dtype)
+        tables = self.rotary.tables(torch.tensor(PLACES), states.dtype)
         ours = self.blocks[0].layer(
             states,
             None,
-            cos,
-            sin,
+            tables,
             causal,
             None,
         )
@@ -364,7 +360,7 @@ class MTP(LayerDrafter):
 
         Projections start as the identity on the state.
         """
-        names = ["eh_proj", *starts.copy_ends(self, self.norm, target)]
+        names = ["eh_proj", *starts.copy_ends(self, target)]
         last = target.last_layers(1)
         copied: list[str] = []  # the same for each module
         for block in self.blocks:
