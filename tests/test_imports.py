@@ -23,7 +23,7 @@ PACKAGE = ROOT / "drafttrain"
 ORDER = [
     ["credentials", "interrupts"],
     ["errors"],
-    ["values", "extras", "plain_yaml"],
+    ["values", "extras", "plain_yaml", "texts"],
     ["files", "environment", "batch", "progress"],
     ["outcome", "images"],
     ["recipes"],

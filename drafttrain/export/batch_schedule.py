@@ -21,9 +21,6 @@ from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.errors import UserError
 from drafttrain.files import Json, read_json
 
-# What vLLM loses by it; printed above its command.
-VLLM_COSTS = """# With draft lengths by batch size vLLM 0.32 captures fewer CUDA graphs, and under data parallelism ignores them.
-# 232 tokens/s fell to 24-157 in vllm #49548; see also vllm-ascend #16637. Measure both: drafttrain bench-server --url --url2"""
 _LARGEST = 4096  # batch size where the last entry ends; engines carry it on
 
 

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -37,20 +36,18 @@ from drafttrain.drafters.shipping import (
     shipping,
 )
 from drafttrain.errors import UserError
-from drafttrain.export.batch_schedule import VLLM_COSTS, Entry, sglang_config, vllm_keys
+from drafttrain.export.batch_schedule import Entry, sglang_config, vllm_keys
 from drafttrain.files import Json, scratch_folder
 from drafttrain.formats.engines import ENGINES
 from drafttrain.formats.weights import dtype_name
 from drafttrain.formats.write_gguf import write_gguf
 from drafttrain.images import Picture
 from drafttrain.inference import generate
-from drafttrain.inside_vllm.head_files import ROOT
-from drafttrain.inside_vllm.swap_worker import EXTENSION
-from drafttrain.states.engine_server import HOST
 from drafttrain.target import Target, resolve_dtype
 from drafttrain.target.generation import LogitsRules
 from drafttrain.target.loading import check_loaded, load_language_model, loading
 from drafttrain.target.sight import ImagePrompt
+from drafttrain.texts import render_text
 
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
 # The line that ends a traceback.
@@ -136,11 +133,13 @@ class ServingEngine:
 
     Attributes:
         name: in ENGINES, which holds its release and the form of its files.
+        template: of its command, a file in templates/.
         draws_trees: whether it drafts dynamic trees; others draft chains.
         sees: whether `run` takes prompts with images.
     """
 
     name: str
+    template: str
     draws_trees = False
     sees = False
 
@@ -157,7 +156,16 @@ class ServingEngine:
 
     def command(self, serving: Serving) -> str:
         """What to type to serve a drafter."""
-        raise NotImplementedError(self.name)
+        return render_text(
+            f"export/templates/{self.template}",
+            engine=self,
+            serving=serving,
+            settings=self.settings(serving),
+        )
+
+    def settings(self, serving: Serving) -> Json:
+        """What makes the engine draft, by the names of its own settings or flags."""
+        return serving.over({})
 
     def flags(self, serving: Serving) -> list[str]:
         """The part of the command that makes the engine draft."""
@@ -172,6 +180,7 @@ class Vllm(ServingEngine):
     """vLLM; its counters give the accepted length."""
 
     name = "vLLM"
+    template = "vllm.jinja"
     sees = True
 
     def run(self, job: EngineJob, exported: Path, python: str) -> Json:
@@ -233,21 +242,6 @@ class Vllm(ServingEngine):
                 images[number].append(str(path))
         return {"prompts": prompts, "images": images}
 
-    def command(self, serving: Serving) -> str:
-        command = shlex.join(["vllm", "serve", serving.target, *self.flags(serving)])
-        if serving.swap_root:
-            # It listens to this machine alone: a server for others needs --api-key, which guards the route.
-            root = shlex.quote(serving.swap_root)
-            command = (
-                "# in vLLM's environment, once: pip install --no-deps drafttrain\n"
-                f"VLLM_PLUGINS=drafttrain_swap {ROOT}={root} \\\n"
-                f"{command} --host {HOST} --worker-extension-cls {EXTENSION}\n"
-                f"# drafttrain swap --server http://{HOST}:8000 --drafter HEAD    (below {root})"
-            )
-        if serving.schedule:
-            return f"{VLLM_COSTS}\n{command}"
-        return command
-
     def flags(self, serving: Serving) -> list[str]:
         words = []
         if TARGET_OVERRIDES in serving.options:
@@ -276,16 +270,9 @@ class Sglang(ServingEngine):
     """SGLang, which drafttrain does not start."""
 
     name = "SGLang"
+    template = "sglang.jinja"
     draws_trees = True
-
-    def command(self, serving: Serving) -> str:
-        flags = _flag_lines(self.settings(serving))
-        target = shlex.quote(serving.target)
-        command = f"python -m sglang.launch_server --model-path {target} {flags}"
-        if serving.schedule:
-            config = shlex.quote(json.dumps(sglang_config(serving.schedule)))
-            return f"echo {config} > adaptive.json\n{command}"
-        return command
+    lengths = staticmethod(sglang_config)
 
     def flags(self, serving: Serving) -> list[str]:
         words = []
@@ -327,9 +314,10 @@ class TensorRt(ServingEngine):
     """TensorRT-LLM, also behind Triton; drafttrain does not start it."""
 
     name = "TensorRT-LLM, Triton"
+    template = "tensorrt.jinja"
     draws_trees = True
 
-    def command(self, serving: Serving) -> str:
+    def settings(self, serving: Serving) -> Json:
         tree = serving.tree
         defaults: dict[str, object] = {
             "decoding_type": None,
@@ -344,17 +332,7 @@ class TensorRt(ServingEngine):
                 "dynamic_tree_max_topK": tree.top_k,
                 "max_total_draft_tokens": budget,
             }
-        chosen = serving.over(defaults)
-        keys = "\n".join(f"  {key}: {_yaml_value(value)}" for key, value in chosen.items())
-        target = shlex.quote(serving.target)
-        return f"""cat > speculative.yaml <<'EOF'
-speculative_config:
-{keys}
-EOF
-trtllm-serve {target} --config speculative.yaml
-# Triton: the same keys in all_models/llmapi/tensorrt_llm/1/model.yaml, beside
-#   model: {_yaml_value(serving.target)}
-# then: python3 scripts/launch_triton_server.py --model_repo=all_models/llmapi"""
+        return serving.over(defaults)
 
 
 class LlamaCpp(ServingEngine):
@@ -364,6 +342,7 @@ class LlamaCpp(ServingEngine):
     """
 
     name = "llama.cpp"
+    template = "llama_cpp.jinja"
 
     def run(self, job: EngineJob, exported: Path, python: str) -> Json:
         target = job.scratch / "target.gguf"
@@ -396,8 +375,8 @@ class LlamaCpp(ServingEngine):
         length = _accepted_length(answer["tokens"], rounds)
         return {**answer, "rounds": max(rounds, 1), "accepted_length": length}
 
-    def command(self, serving: Serving) -> str:
-        chosen = serving.over(
+    def settings(self, serving: Serving) -> Json:
+        return serving.over(
             {
                 "spec-type": None,
                 "spec-draft-model": f"{serving.drafter}/{GGUF_NAME}",
@@ -405,19 +384,13 @@ class LlamaCpp(ServingEngine):
                 "spec-draft-p-min": _P_MIN,
             }
         )
-        note = (
-            f"# target.gguf: {_yaml_value(serving.target)} as GGUF of any type; "
-            "drafttrain export --format gguf --target-gguf float16 writes one\n"
-            "# On CPUs drafting often costs more than it gains: compare the server's tokens/s without the --spec flags. "
-            "A higher p-min drafts less."
-        )
-        return f"{note}\nllama-server -m target.gguf {_flag_lines(chosen)}"
 
 
 class Transformers(ServingEngine):
     """transformers' assisted generation in this process, on models of its own."""
 
     name = "transformers"
+    template = "transformers.jinja"
 
     @torch.no_grad()
     def run(self, job: EngineJob, exported: Path, python: str) -> Json:
@@ -486,62 +459,12 @@ class Transformers(ServingEngine):
             "tokens": made,
         }
 
-    def command(self, serving: Serving) -> str:
-        target = json.dumps(serving.target)
-        drafter = json.dumps(serving.drafter)
-        model = "AutoModelForCausalLM"
-        classes = ["AutoModelForCausalLM", "AutoTokenizer"]
-        more = ""
-        if "speculation_type" in serving.options:  # drafts its whole block
-            model = "AutoModel"
-            classes.insert(0, model)
-            more = f', speculation_type="{serving.options["speculation_type"]}"'
-        lines = [
-            f"from transformers import {', '.join(classes)}",
-            "",
-            f"tokenizer = AutoTokenizer.from_pretrained({target})",
-            f"model = AutoModelForCausalLM.from_pretrained({target})",
-            f"assistant = {model}.from_pretrained({drafter})",
-        ]
-        if "speculation_type" not in serving.options:
-            depth = serving.tree.depth
-            lines.append(f"assistant.generation_config.num_assistant_tokens = {depth}")
-        if serving.options.get(TOKENIZERS):  # another vocabulary: universal assisted generation
-            more += (
-                ", tokenizer=tokenizer,\n"
-                f"               assistant_tokenizer=AutoTokenizer.from_pretrained({drafter})"
-            )
-        lines.append('inputs = tokenizer("The capital of France is", return_tensors="pt")')
-        lines.append(f"out = model.generate(**inputs, assistant_model=assistant{more})")
-        lines.append("print(tokenizer.decode(out[0]))")
-        return "\n".join(lines)
-
-
-def _flag_lines(settings: Mapping[str, object]) -> str:
-    """Settings as flags, the first on the command's line, then two a line."""
-    flags = []
-    for flag, value in settings.items():
-        word = f"--{flag}"
-        if value != "":  # a flag alone
-            word += f" {shlex.quote(str(value))}"
-        flags.append(word)
-    lines = [flags[0]]
-    for first in range(1, len(flags), 2):
-        lines.append(" ".join(flags[first : first + 2]))
-    return " \\\n  ".join(lines)
-
-
-def _yaml_value(value: object) -> object:
-    """A value on one line of YAML; names that may hold anything are quoted."""
-    if isinstance(value, str) and not re.fullmatch(r"[\w./-]+", value):
-        return json.dumps(value)
-    return value
-
 
 class Mlx(ServingEngine):
     """mlx-dspark, which drafts on Apple's GPUs; on a CPU it runs to be compared with."""
 
     name = "MLX"
+    template = "mlx.jinja"
 
     def run(self, job: EngineJob, exported: Path, python: str) -> Json:
         described = {
@@ -558,11 +481,6 @@ class Mlx(ServingEngine):
         answer = run_side(python, SIDES / "mlx_side.py", described, environment)
         answer["accepted_length"] = _accepted_length(answer["tokens"], answer["rounds"])
         return answer
-
-    def command(self, serving: Serving) -> str:
-        program = str(serving.options["program"])
-        words = [program, "serve", "--model", serving.target, "--drafter", serving.drafter]
-        return shlex.join([*words, "--mode", str(serving.options["mode"])])
 
 
 # In the order of ENGINES, which is that of the recipes.
