@@ -14,7 +14,6 @@ from drafttrain.reports.charts import Chart, Series
 
 _FIX = "give a journal.jsonl that drafttrain adapt --watch wrote"
 _POINTS = 24  # of the chart
-_ROWS = 60  # decisions that the page lists, the newest ones
 
 
 class Decision(TypedDict):
@@ -51,7 +50,7 @@ def journal_chart(journal: list[Json], number: int) -> Chart:
     version = ""
     for place, first in enumerate(range(0, len(served), together)):
         part = served[first : first + together]
-        labels.append(_clock(part[0]["time"], "%d. %H:%M"))
+        labels.append(clock(part[0]["time"], "%d. %H:%M"))
         values.append(fmean(row["served_accepted_length"] for row in part))
         if part[-1]["version"] != version:
             version = part[-1]["version"]
@@ -69,17 +68,6 @@ def journal_chart(journal: list[Json], number: int) -> Chart:
     )
 
 
-def journal_section(journal: list[Json]) -> Json:
-    """The page's decisions: (time, event, version, figures), and how many older ones it lacks."""
-    rows = []
-    for row in journal:
-        if row["event"] != "served":
-            named = ("time", "event", "version")
-            figures = [f"{key} {value}" for key, value in row.items() if key not in named]
-            when = _clock(row["time"], "%Y-%m-%d %H:%M:%S")
-            rows.append((when, row["event"], row.get("version", ""), ", ".join(figures)))
-    return {"rows": rows[-_ROWS:], "left_out": max(len(rows) - _ROWS, 0)}
-
-
-def _clock(seconds: float, form: str) -> str:
+def clock(seconds: float, form: str) -> str:
+    """A time in UTC."""
     return time.strftime(form, time.gmtime(seconds))

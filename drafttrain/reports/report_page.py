@@ -13,7 +13,15 @@ from drafttrain.evaluation.baselines import BASELINE_NAMES, NGRAM
 from drafttrain.evaluation.diagnose import diagnose
 from drafttrain.evaluation.metrics import accepted_length_histogram, rounds_of
 from drafttrain.evaluation.resampling import Ratio
-from drafttrain.evaluation.verdicts import LOSES, PAYS, against, judge, outliers, verdict_on
+from drafttrain.evaluation.verdicts import (
+    LOSES,
+    PAYS,
+    against,
+    judge,
+    outliers,
+    verdict_of,
+    verdict_on,
+)
 from drafttrain.files import Json
 from drafttrain.reports.charts import Chart, Series, svg
 from drafttrain.reports.figures import (
@@ -30,9 +38,9 @@ from drafttrain.reports.figures import (
     span_of,
     times,
 )
-from drafttrain.reports.journal_page import journal_chart, journal_section
+from drafttrain.reports.journal_page import clock, journal_chart
 from drafttrain.reports.output import render_page
-from drafttrain.reports.sweep_page import sweep_charts, sweep_section, sweep_title
+from drafttrain.reports.sweep_page import sweep_charts, sweep_section
 
 # The settings that name a result, if the files differ in them, and how.
 _FIELDS = {
@@ -171,39 +179,34 @@ def page(
         runs, names: results and their names. charts: of `make_charts`. notes: per run, whether
             outputs are identical, then warnings. sweeps: summaries. journals: of adapt --watch.
     """
-    drafters = {run["drafter"] for run in runs}
-    several = len(drafters) > 1
-    if len(runs) == 1:
-        title = names[0]
-    elif several:
-        title = f"{len(drafters)} drafters compared"
-    elif runs:
-        title = f"{len(runs)} results of {runs[0]['drafter']} compared"
-    elif sweeps:
-        title = sweep_title(sweeps[0])
-    else:
-        title = "Adaptation to what is asked"
     return render_page(
         "report.html",
-        title=title,
         runs=list(zip(names, runs, notes, strict=True)),
-        verdict_on=verdict_on,
-        colors=COLORS,
-        conditions=conditions,
-        lengths=lengths_text,
-        diagnosis=_diagnosis,
-        outliers=[outliers(run) for run in runs],
-        diffs=_diffs,
-        tiles=_tiles(runs[0]) if len(runs) == 1 else [],
-        compared="Drafters compared" if several else "Results compared",
+        drafters={run["drafter"] for run in runs},
+        sweeps=[sweep_section(sweep) for sweep in sweeps],
+        journals=journals,
+        charts=[(chart, svg(chart, f"c{number}")) for number, chart in enumerate(charts)],
+        tiles=_TILES,
         comparison=_comparison(runs, names),
         differing=differing(runs),
-        sweeps=[sweep_section(sweep) for sweep in sweeps],
-        journals=[journal_section(journal) for journal in journals],
-        charts=[(chart, svg(chart, f"c{number}")) for number, chart in enumerate(charts)],
+        outliers=[outliers(run) for run in runs],
         settings=settings_table(runs),
+        # what the template asks of figures
         baseline=BASELINE_NAMES.get,
+        clock=clock,
+        colors=COLORS,
+        conditions=conditions,
+        diagnosis=_diagnosis,
+        diffs=_diffs,
+        figure_of=figure_of,
+        interval_text=interval_text,
+        lengths=lengths_text,
+        NGRAM=NGRAM,
         sentence=sentence,
+        span_of=span_of,
+        times=times,
+        verdict_of=verdict_of,
+        verdict_on=verdict_on,
     )
 
 
@@ -503,20 +506,6 @@ _COMPARED = (
     _Figure("Outputs", "identical to plain decoding", "identical_outputs", "{:.1%}"),
     _Figure("Prompts", "of all categories", "prompts", "{:,}"),
 )
-
-
-def _tiles(run: Json) -> list[tuple[str, str, str]]:
-    """(name, figure, explanation) of the figures that matter most."""
-    tiles = []
-    for each in _TILES:
-        value = figure_of(run["overall"], each.key, each.part)
-        span = span_of(run["overall"], each.key, each.part)
-        note = each.note
-        if span:
-            note += f"; 95 % interval {span[0]:.2f} to {span[1]:.2f}"
-        if value is not None:
-            tiles.append((each.name, each.form.format(value), note))
-    return tiles
 
 
 def _comparison(

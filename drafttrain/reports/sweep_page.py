@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from drafttrain.evaluation.baselines import NGRAM
-from drafttrain.evaluation.verdicts import OPEN, crossover, crossovers, verdict_of
+from drafttrain.evaluation.verdicts import crossover, crossovers
 from drafttrain.files import Json
 from drafttrain.reports.charts import Chart
 from drafttrain.reports.figures import (
-    COLORS,
-    DASH,
     TIMES,
     conditions,
-    figure_of,
-    interval_text,
     sentence,
     series_of,
     settings_table,
-    span_of,
     times,
 )
 
@@ -138,37 +133,15 @@ def sweep_section(sweep: Json) -> Json:
     """The part of a page about a sweep.
 
     Returns:
-        title, conditions; axes: names; beside_ngrams: whether n-grams alone
-        were measured; rows: per cell its values along the axes, figures, verdict
-        and its color; crossovers: where speculation stops paying, in sentences; settings.
+        title, conditions; axes: names of those that a cell sets; beside_ngrams: whether n-grams
+        alone were measured; cells: settings and figures of each; crossovers: where speculation
+        stops paying, in sentences; settings.
     """
     cells = _cells(sweep)
-    axes = []  # those that a cell names
-    for key in _AXES:
+    axes = {}
+    for key, name in _AXES.items():
         if any(settings.get(key) is not None for settings, _ in cells):
-            axes.append(key)
-
-    beside = any(NGRAM in figures.get("speedup", {}) for _, figures in cells)
-
-    # A row per cell, and where speculation stops paying, in sentences.
-    rows = []
-    for settings, figures in cells:
-        found = verdict_of(figures)
-        span = span_of(figures, "speedup_vs_fastest")
-        shown = []
-        for key in ("accepted_length", "tokens_per_second"):
-            value = figures.get(key)
-            shown.append(DASH if value is None else f"{value:,.2f}")
-        shown.append(times(figures["speedup_vs_fastest"]) + interval_text(span))
-        if beside:
-            added = figure_of(figures, "speedup", NGRAM)
-            over = interval_text(span_of(figures, "speedup", NGRAM))
-            shown.append(DASH if added is None else times(added) + over)
-        state = found.state
-        if state == OPEN and not span:
-            state = "no interval recorded"
-        values = [str(settings.get(key, DASH)) for key in axes]
-        rows.append((values, shown, state, COLORS.get(found.state, "")))
+            axes[key] = name
 
     varied = _varied(cells)
     sentences = []
@@ -193,9 +166,9 @@ def sweep_section(sweep: Json) -> Json:
     return {
         "title": sweep_title(sweep),
         "conditions": facts,
-        "axes": [_AXES[key] for key in axes],
-        "beside_ngrams": beside,
-        "rows": rows,
+        "axes": axes,
+        "beside_ngrams": any(NGRAM in figures.get("speedup", {}) for _, figures in cells),
+        "cells": cells,
         "crossovers": sentences,
         "settings": settings_table([{**sweep, "decoding": limits}]),
     }
