@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, Value
 from datasets import Sequence as ListOf
 from filelock import FileLock
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from drafttrain.errors import UserError
@@ -52,9 +51,10 @@ _COUNTS = (
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class LineEnd(TypedDict):
-    """The end of a line."""
+class CountedLine(TypedDict):
+    """What is counted of a line."""
 
+    id: Annotated[str, Field(min_length=1)]
     spans: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
     finish: list[str]
     reasoning: NotRequired[list[Count]]
@@ -62,26 +62,18 @@ class LineEnd(TypedDict):
     images: NotRequired[list[str]]
 
 
-class StoredLine(LineEnd):
+class StoredLine(CountedLine):
     """A line of a data set's parts; `data/store.py` describes it."""
 
-    id: Annotated[str, Field(min_length=1)]
     tokens: Annotated[list[Count], Field(min_length=1)]
     source: str
-
-
-# The beginning of a line as `append_line` writes it; its id may hold escaped quotes.
-_ID = re.compile(rb'\{"id":("(?:[^"\\]|\\.)+"),"tokens":\[')
-_LINE_END = TypeAdapter(LineEnd)
 
 
 class StoredIds:
     """Which conversations a data set holds.
 
-    A scan reads only a line's ends: its id, spans and finish reasons.
-
-    Each update continues where the last one ended. Tokens are not parsed; `cached_records` checks
-    them.
+    Each update continues where the last one ended. Tokens are not checked; `cached_records` does
+    that.
 
     Attributes:
         ids: of all lines so far.
@@ -123,21 +115,8 @@ class StoredIds:
             self._ends[part] = (number, end)
 
     def _add(self, line: bytes, part: Path, number: int) -> None:
-        # {"id":"...","tokens":[...],"spans":[...],...}, as `append_line` writes it; inside a string
-        # the quotes were escaped.
-        begin = _ID.match(line)
-        at = line.rfind(b'"spans":')
-        try:
-            if begin is None or at < 0:
-                raise ValueError
-            key = json.loads(begin[1])
-            found = _LINE_END.validate_json(b"{" + line[at:], strict=True)
-        except ValueError:  # another writer's order of keys, or damage
-            row = parse_line(line, part, number, LINE_FIX, StoredLine)
-            key = row["id"]
-            found = row
-
-        self.ids.add(key)
+        found = parse_line(line, part, number, LINE_FIX, CountedLine)
+        self.ids.add(found["id"])
         if "part" not in found:
             self._counts["conversations"] += 1
         self._counts["rows"] += 1
