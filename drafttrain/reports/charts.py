@@ -252,8 +252,6 @@ def _draw(
     axes = figure.subplots()
     if chart.form == "lines":
         _lines(axes, chart, colors)
-    elif chart.form == "columns":
-        _columns(axes, chart, colors)
     else:
         _bars(axes, chart, colors)
     axes.set_frame_on(False)
@@ -275,78 +273,56 @@ def _draw(
             )
 
 
-def _places(chart: Chart, number: int, share: float) -> list[float]:
-    """Positions of a series' bars: those of a group stand around the group's integer position.
-
-    Args:
-        number: of the series. share: of the room between groups that a group takes.
-    """
-    offset = (number - (len(chart.series) - 1) / 2) * share / len(chart.series)
-    return [group + offset for group in range(len(chart.labels))]
-
-
 def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
-    """Horizontal bars with their values behind them."""
+    """A group of bars per label with intervals and values: horizontal, or standing for columns."""
+    upright = chart.form == "columns"
     longest = chart.top or chart.longest()
-    thickness = 0.78 / len(chart.series) * 0.86
+    room = 0.8 / len(chart.series)  # of a bar
+    # Values fit above a few columns only.
+    named = not upright or len(chart.series) * len(chart.labels) <= 12
     for number, one in enumerate(chart.series):
-        places = _places(chart, number, 0.78)
-        lengths = [min(value or 0.0, longest) for value in one.values]
-        axes.barh(
-            places,
+        # The bars of a group stand around its integer position.
+        offset = (number - (len(chart.series) - 1) / 2) * room
+        lengths = []
+        errors = []  # of each bar, below and above its end
+        texts = []
+        for value, span in one.points():
+            length = min(value or 0.0, longest)
+            lengths.append(length)
+            errors.append((0.0, 0.0))
+            if span and (chart.top is None or span[1] <= chart.top):
+                errors[-1] = (max(length - span[0], 0.0), max(span[1] - length, 0.0))
+            text = ""
+            if value is not None and named:
+                text = chart.show(value)
+            if text and length < (value or 0.0):
+                text += ", bar cut"
+            texts.append(text)
+        draw = axes.bar if upright else axes.barh
+        bars = draw(
+            [group + offset for group in range(len(chart.labels))],
             lengths,
-            thickness,
+            0.88 * room,
             color=colors[one.color],
             label=one.name,
-            zorder=1,
+            error_kw={"ecolor": colors["ink"], "elinewidth": 1.1, "zorder": 4},
+            **{"yerr" if upright else "xerr": list(zip(*errors, strict=True))},
         )
-        _whiskers(axes, chart, one, places, colors)
-        for place, (value, span) in zip(places, one.points(), strict=True):
-            if value is None:
-                continue
-            end = value
-            if span:
-                end = max(value, span[1])
-            end = min(end, longest)
-            if chart.reference is not None and 0 <= chart.reference - end < 0.18 * longest:
-                end = chart.reference  # next to the dashed line, not under it
-            text = chart.show(value)
-            if value > longest:
-                text += ", bar cut"
-            axes.text(end + 0.012 * longest, place, text, va="center", fontsize=9.5)
+        # On the dashed line a value stays legible.
+        paper = {"facecolor": colors["card"], "edgecolor": "none", "pad": 0.5}
+        axes.bar_label(bars, texts, padding=3, fontsize=9, zorder=5, bbox=paper)
+    if upright:
+        _scale(axes, chart, colors)
+        return
     axes.set_yticks(range(len(chart.labels)), chart.labels, color=colors["ink"])
     axes.set_ylim(len(chart.labels) - 0.5, -0.5)
-    room = 1.17 if chart.top is None else 1.7  # for values, and for "bar cut"
-    axes.set_xlim(0, longest * room)
+    around = 1.17 if chart.top is None else 1.7  # for values, and for "bar cut"
+    axes.set_xlim(0, longest * around)
     axes.set_xticks([])
     axes.set_xlabel(chart.unit, loc="left")
     axes.set_ylabel(chart.label)
     if chart.reference is not None:
         axes.axvline(chart.reference, color=colors["ink"], **_DASHED)
-
-
-def _columns(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
-    """Columns, with their values above them if they are few."""
-    longest = chart.top or chart.longest()
-    width = 0.8 / len(chart.series) * 0.9
-    few = len(chart.series) * len(chart.labels) <= 12
-    for number, one in enumerate(chart.series):
-        places = _places(chart, number, 0.8)
-        heights = [min(value or 0.0, longest) for value in one.values]
-        axes.bar(
-            places,
-            heights,
-            width,
-            color=colors[one.color],
-            label=one.name,
-            zorder=2,
-        )
-        _whiskers(axes, chart, one, places, colors)
-        for place, value in zip(places, one.values, strict=True):
-            if value is not None and few:
-                end = value + 0.015 * longest
-                axes.text(place, end, chart.show(value), ha="center", fontsize=9)
-    _scale(axes, chart, colors)
 
 
 def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
@@ -376,7 +352,9 @@ def _lines(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
             markersize=size,
             color=colors[one.color],
         )
-        _whiskers(axes, chart, one, range(len(chart.labels)), colors)
+        for place, (_, span) in enumerate(one.points()):
+            if span:
+                axes.vlines(place, *span, color=colors["ink"], linewidth=1.1, zorder=4)
     axes.set_xlim(-0.3, len(chart.labels) - 0.7)
     _scale(axes, chart, colors)
     for place, text in chart.marks:
@@ -404,29 +382,3 @@ def _scale(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: chart.show(value))
     axes.set_xlabel(chart.label)
     axes.set_ylabel(chart.unit)
-
-
-def _whiskers(
-    axes: Axes,
-    chart: Chart,
-    one: Series,
-    places: Sequence[float],
-    colors: dict[str, str],
-) -> None:
-    """Draws confidence intervals, if known."""
-    for place, span in zip(places, one.spans, strict=False):
-        if span is None or (chart.top is not None and span[1] > chart.top):
-            continue
-        across = [place, place]
-        along = list(span)
-        if chart.form == "bars":
-            across, along = along, across
-        color = colors["ink"]
-        axes.plot(
-            across,
-            along,
-            color=color,
-            linewidth=1.1,
-            solid_capstyle="butt",
-            zorder=4,
-        )
