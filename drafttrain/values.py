@@ -10,21 +10,22 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     TypeAdapter,
     ValidationError,
 )
 from pydantic import Field as Limits
+from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict
 
@@ -34,12 +35,13 @@ T = TypeVar("T")
 MOST = 2**31 - 1
 MOST_ITEMS = 64  # of a list in one word
 _NUMBER = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?")
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
+_TYPES = {  # of a JSON schema
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "null": "null",
+    "object": "key: value pairs",
 }
 
 
@@ -80,17 +82,22 @@ class OneOf:
     """
 
     def __init__(self, words: Iterable[str]):
-        self.words = tuple(words)
-        self.description = f"one of {', '.join(self.words)}"
+        self.words = list(words)
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        return core_schema.literal_schema(list(self.words))
+        return core_schema.literal_schema(self.words)
 
 
 class Commas:
     """Marks a list whose items may be written in one word, separated by commas: `1,2,4`."""
+
+    def __get_pydantic_json_schema__(
+        self, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        item = _in_words(handler(core)["items"])
+        return {"description": f"1 to {MOST_ITEMS} values separated by commas, each {item}"}
 
 
 Count = Annotated[int, Limits(ge=1, le=MOST)]
@@ -140,31 +147,28 @@ File = Annotated[Name, AfterValidator(_file), Limits(description="an existing fi
 
 def rule(kind: object) -> str:
     """What values of a kind are, in words: `a whole number from 1 to 100`."""
-    origin = get_origin(kind)
-    args = get_args(kind)
-    if origin is Annotated:
-        if is_marked(kind, Commas):
-            # Annotated[list[item], Commas()]
-            item = rule(get_args(args[0])[0])
-            return f"1 to {MOST_ITEMS} values separated by commas, each {item}"
-        described = [info.description for info in args[1:] if getattr(info, "description", None)]
-        if described:
-            return described[-1]
-        return rule(args[0]) + _range(args[1:])
-    if origin is Literal:
-        # With one word only, the word itself says it.
-        return "one of " * (len(args) > 1) + ", ".join(str(value) or "empty" for value in args)
-    if origin in (Union, UnionType):
-        named = [text for text in map(rule, args) if text]
-        return " or ".join(dict.fromkeys(named))
-    if origin in (list, tuple, Sequence):
-        return f"a list, each item {rule(args[0])}"
-    if (origin or kind) is dict:
-        return "key: value pairs"
-    # '' for enums, which their names stand for
-    if isinstance(kind, type):
-        return _WORDS.get(kind, "")
-    return str(kind)
+    return _in_words(_schema(kind))
+
+
+def _in_words(schema: Mapping[str, Any]) -> str:
+    if "description" in schema:
+        return schema["description"]
+    if "enum" in schema:
+        return "one of " + ", ".join(str(word) or "empty" for word in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"]) or "empty"
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(filter(None, map(_in_words, schema["anyOf"]))))
+    if "items" in schema:
+        return f"a list, each item {_in_words(schema['items'])}"
+    if "format" in schema:
+        return ""  # for a Path, which `Place` beside it describes
+    text = _TYPES.get(schema.get("type", ""), "")
+    if "minimum" in schema:
+        text += f" from {schema['minimum']:.10g} to {schema['maximum']:.10g}"
+    if "exclusiveMinimum" in schema:
+        text += f" above {schema['exclusiveMinimum']:.10g} and at most {schema['maximum']:.10g}"
+    return text
 
 
 def is_marked(kind: object, mark: type) -> bool:
@@ -172,32 +176,9 @@ def is_marked(kind: object, mark: type) -> bool:
     return get_origin(kind) is Annotated and any(isinstance(one, mark) for one in get_args(kind))
 
 
-def words_of(kind: object) -> tuple[str, ...]:
+def words_of(kind: object) -> list[str]:
     """The words of a kind that takes nothing else; empty for other kinds."""
-    if get_origin(kind) is Annotated:
-        for mark in get_args(kind):
-            if isinstance(mark, OneOf):
-                return mark.words
-        return words_of(get_args(kind)[0])
-    if get_origin(kind) is Literal:
-        return tuple(str(word) for word in get_args(kind))
-    return ()
-
-
-def _range(infos: tuple[Any, ...]) -> str:
-    """The limits of a number in words, from pydantic's marks; empty without any."""
-    found = {}
-    for info in infos:
-        for limit in getattr(info, "metadata", ()):
-            for name in ("ge", "gt", "le"):
-                value = getattr(limit, name, None)
-                if value is not None:
-                    found[name] = f"{value:.10g}"
-    if "ge" in found:
-        return f" from {found['ge']} to {found.get('le')}"
-    if "gt" in found:
-        return f" above {found['gt']} and at most {found.get('le')}"
-    return ""
+    return _schema(kind).get("enum", [])
 
 
 @functools.cache
@@ -210,6 +191,21 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
             arbitrary_types_allowed=True,
         ),
     )
+
+
+class _Shapes(GenerateJsonSchema):
+    """Leaves empty what JSON has no type for."""
+
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> dict[str, Any]:
+        return {}
+
+    def emit_warning(self, kind: Any, detail: str) -> None:
+        """Of defaults that are no JSON, which no rule names."""
+
+
+@functools.cache
+def _schema(kind: object) -> dict[str, Any]:
+    return _adapter(kind).json_schema(schema_generator=_Shapes)
 
 
 def number(word: str) -> int | float | None:
