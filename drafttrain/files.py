@@ -435,6 +435,15 @@ def append_line(file: int, row: Json) -> None:
         raise
 
 
+def append_row(path: Path, row: Json) -> None:
+    """Appends a row to a JSON-lines file, in place of the part of one that a killed process may have
+    left at its end. Raises UserError: it cannot be written.
+    """
+    with writing(path), path.open("ab") as file:
+        file.truncate(complete_bytes(path))
+        append_line(file.fileno(), row)
+
+
 class JsonlLog:
     """A JSON-lines file that an interrupted run continues: its settings in the first line, then one
     result a line.

@@ -392,6 +392,13 @@ def output_file(
     return path
 
 
+def asked_file(args: argparse.Namespace, kind: str, *outputs: str) -> Path | None:
+    """The path of --output for a command that writes a file only when asked; see `output_file`."""
+    if args.output is None:
+        return None
+    return output_file(args.output, kind, inputs_of(args, *outputs))
+
+
 def check_folder(
     name: str | Path,
     kind: str,

@@ -22,7 +22,7 @@ import httpx
 
 from drafttrain.errors import UserError
 from drafttrain.evaluation.resampling import FEWEST, paired_ratio
-from drafttrain.files import append_line, complete_bytes, lock, writing
+from drafttrain.files import append_row, lock, writing
 from drafttrain.reports.journal_page import read_journal
 from drafttrain.serving.client import Samples, Server, passes, read_metrics, speculation
 from drafttrain.serving.swap import HeadRefused, Swapper, head_below
@@ -124,11 +124,8 @@ class Watch:
 
     def note(self, event: str, **figures: object) -> None:
         """Appends a decision to the journal. Raises UserError: it cannot be written."""
-        path = self.output / JOURNAL
-        with writing(path), path.open("ab") as file:
-            # A killed process may have left part of a line.
-            file.truncate(complete_bytes(path))
-            append_line(file.fileno(), {"time": round(time.time(), 3), "event": event, **figures})
+        row = {"time": round(time.time(), 3), "event": event, **figures}
+        append_row(self.output / JOURNAL, row)
         self.events[event] += 1
 
     def sample(self, version: str) -> None:

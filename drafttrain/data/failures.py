@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from drafttrain.credentials import redact
-from drafttrain.files import complete_bytes, read_jsonl, replacing
+from drafttrain.files import append_row, read_jsonl, replacing
 
 
 def one_line(text: str, most: int = 200) -> str:
@@ -65,11 +65,7 @@ class Failures:
     def add(self, key: str, bad: BadReply) -> None:
         self.counts[bad.reason] += 1
         self.last = bad
-        line = json.dumps({"id": key, "reason": bad.reason, "detail": bad.detail}) + "\n"
-        with self.path.open("ab") as file:
-            # A killed process may have left part of a line.
-            file.truncate(complete_bytes(self.path))
-            file.write(line.encode())
+        append_row(self.path, {"id": key, "reason": bad.reason, "detail": bad.detail})
 
     def settle(self, done: Collection[str]) -> None:
         """Drops what has been stored meanwhile from the lists of all processes."""

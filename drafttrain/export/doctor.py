@@ -23,7 +23,7 @@ from drafttrain.export.import_drafter import checkpoint_folder, find_kind
 from drafttrain.export.tiny_drafters import answered
 from drafttrain.files import Json, value_of
 from drafttrain.flags import load_target
-from drafttrain.folders import inputs_of, output_file
+from drafttrain.folders import asked_file
 from drafttrain.formats.engines import ENGINES
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import read_config, read_weights
@@ -40,9 +40,7 @@ _TOKENS = 64  # of a text
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns 0 if everything fits, else 1."""
-    wrote = []
-    if args.output is not None:
-        wrote = [output_file(args.output, "doctor", inputs_of(args))]
+    output = asked_file(args, "doctor")
     releases = releases_of(args.engine_version)
     table = read_yaml(_TABLE.read_text(encoding="utf-8"), _TABLE.name)
     try:
@@ -60,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
             status = 1
     named = [row._asdict() for row in rows]
     found: Json = {"command": command_line(), "releases": releases, "rows": named}
-    for path in wrote:
-        write_clean_json(path, found)
-    conclude(found, wrote)
+    if output:
+        write_clean_json(output, found)
+    conclude(found, [output] if output else [])
     return status
 
 

@@ -34,7 +34,7 @@ from drafttrain.export.verify_matrix import (
     empty_row,
 )
 from drafttrain.files import Json, JsonlLog, scratch_folder
-from drafttrain.folders import beside, inputs_of, output_file
+from drafttrain.folders import asked_file, beside
 from drafttrain.formats.engines import ENGINES, MROPE_NOTE, PACKAGES
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.outcome import command_line, conclude, fault, next_command
@@ -61,9 +61,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not args.all_kinds and not args.drafter:
         raise UserError("--drafter or --all-kinds must be given; see drafttrain verify --help")
-    output = None
-    if args.output is not None:
-        output = output_file(args.output, "verify", inputs_of(args))
+    output = asked_file(args, "verify")
     pythons = _interpreters(args.engine_python, args.engine)
     if args.engine == "all":
         for key in ("exported", "format"):

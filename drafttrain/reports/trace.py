@@ -22,7 +22,7 @@ from drafttrain.environment import describe_environment, describe_run
 from drafttrain.errors import UserError
 from drafttrain.files import write_text
 from drafttrain.flags import load_target, sampling_of
-from drafttrain.folders import inputs_of, output_file
+from drafttrain.folders import asked_file
 from drafttrain.inference import Decoder, Stats
 from drafttrain.inference.sequence import TextStream
 from drafttrain.inference.verify import Verdict
@@ -175,11 +175,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: values out of range, or anything that cannot be loaded.
     """
-    output = None
-    if args.output is not None:
-        output = output_file(args.output, "trace", inputs_of(args, "prompt"))
-        if output.suffix != ".html":
-            raise UserError(f"output={args.output!r}: the ending must be .html")
+    output = asked_file(args, "trace", "prompt")
+    if output and output.suffix != ".html":
+        raise UserError(f"output={args.output!r}: the ending must be .html")
     sampling = sampling_of(args)
     spec = chosen_tree(args.tree, args.drafter)
     spec.check(sampling)

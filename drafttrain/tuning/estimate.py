@@ -23,7 +23,7 @@ from drafttrain.errors import UserError
 from drafttrain.evaluation.metrics import load_results
 from drafttrain.evaluation.verdicts import crossover
 from drafttrain.files import Json, value_of, write_json
-from drafttrain.folders import inputs_of, output_file
+from drafttrain.folders import asked_file
 from drafttrain.formats.weights import file_shapes
 from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.reports.output import table_of, wide_console
@@ -185,9 +185,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: an unknown device, an unknown size, or a value out of range.
     """
-    output = None
-    if args.output is not None:
-        output = output_file(args.output, "estimate", inputs_of(args))
+    output = asked_file(args, "estimate")
     results = load_results(args.results)
     device = device_of(args)
 

@@ -25,7 +25,7 @@ from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.registry import kind_class
 from drafttrain.errors import UserError
 from drafttrain.files import Json, value_of, write_json
-from drafttrain.folders import inputs_of, output_file
+from drafttrain.folders import asked_file
 from drafttrain.outcome import command_line, conclude, next_command
 from drafttrain.recipes import recipe_path
 from drafttrain.reports.output import table_of, wide_console
@@ -666,9 +666,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: a recipe with an error.
     """
-    output = None
-    if args.output is not None:
-        output = output_file(args.output, "plan", inputs_of(args))
+    output = asked_file(args, "plan")
     job = Job(**{name: getattr(args, name) for name in Job.__dataclass_fields__})
     found = plan(args.recipe, args.overrides, job)
     print_plan(found)
