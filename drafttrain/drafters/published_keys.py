@@ -42,9 +42,9 @@ _REASONS = {
         bias confidence_head_with_markov embed_requires_grad enable_confidence_head has_embed_tokens has_lm_head
         num_aux_hidden_states num_context_layers
         parallel_draft_heads_num_layers tie_word_embeddings truncated_vocab_size use_confidence_head""",
-    "experts and prediction modules of a target; a layer that had some would have their tensors": """
+    "experts of a target's layers; a layer that had some would have their tensors": """
         aux_loss_alpha ep_size first_k_dense_replace moe_intermediate_size moe_layer_freq n_group n_routed_experts
-        n_shared_experts norm_topk_prob num_experts_per_tok num_nextn_predict_layers routed_scaling_factor
+        n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor
         scoring_func seq_aux topk_group topk_method""",
     "the sum of qk_nope_head_dim and qk_rope_head_dim": "qk_head_dim",
     "read together with layer_types, which decide": "max_window_layers",

@@ -128,6 +128,7 @@ def test_both_engines_get_one_form_which_comes_back_from_their_names(tmp_path):
     described["use_aux_norm"] = described.pop("fc_norm")
     described |= {
         "head_dim": 4,
+        "num_nextn_predict_layers": 0,
         "n_routed_experts": 256,
         "scoring_func": "sigmoid",
         "rope_interleave": True,

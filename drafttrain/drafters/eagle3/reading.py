@@ -90,6 +90,7 @@ FIXED_KEYS = {
     ),
     "use_last_layernorm": Fixed((True,), "has no norm before its head (use_last_layernorm false)"),
     "use_mtp_layernorm": Fixed((False,), "has an MTP module's norms (use_mtp_layernorm)"),
+    "num_nextn_predict_layers": Fixed((0, 1), "has {value} prediction modules ({key})"),
     "rope_interleave": Fixed(
         (True,), "rotates halves of latent attention's heads (rope_interleave false)"
     ),
