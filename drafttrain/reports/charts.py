@@ -298,6 +298,7 @@ def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
             if text and length < (value or 0.0):
                 text += ", bar cut"
             texts.append(text)
+        spans: dict[str, Any] = {"yerr" if upright else "xerr": list(zip(*errors, strict=True))}
         draw = axes.bar if upright else axes.barh
         bars = draw(
             [group + offset for group in range(len(chart.labels))],
@@ -306,7 +307,7 @@ def _bars(axes: Axes, chart: Chart, colors: dict[str, str]) -> None:
             color=colors[one.color],
             label=one.name,
             error_kw={"ecolor": colors["ink"], "elinewidth": 1.1, "zorder": 4},
-            **{"yerr" if upright else "xerr": list(zip(*errors, strict=True))},
+            **spans,
         )
         # On the dashed line a value stays legible.
         paper = {"facecolor": colors["card"], "edgecolor": "none", "pad": 0.5}
