@@ -25,7 +25,7 @@ from pydantic import (
     ValidationError,
 )
 from pydantic import Field as Limits
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 from typing_extensions import TypedDict
 
@@ -95,7 +95,7 @@ class Commas:
 
     def __get_pydantic_json_schema__(
         self, core: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
+    ) -> JsonSchemaValue:
         item = _in_words(handler(core)["items"])
         return {"description": f"1 to {MOST_ITEMS} values separated by commas, each {item}"}
 
@@ -150,7 +150,7 @@ def rule(kind: object) -> str:
     return _in_words(_schema(kind))
 
 
-def _in_words(schema: Mapping[str, Any]) -> str:
+def _in_words(schema: JsonSchemaValue) -> str:
     if "description" in schema:
         return schema["description"]
     if "enum" in schema:
@@ -196,15 +196,15 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 class _Shapes(GenerateJsonSchema):
     """Leaves empty what JSON has no type for."""
 
-    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> dict[str, Any]:
+    def handle_invalid_for_json_schema(self, schema: object, error_info: str) -> JsonSchemaValue:
         return {}
 
-    def emit_warning(self, kind: Any, detail: str) -> None:
+    def emit_warning(self, kind: object, detail: str) -> None:
         """Of defaults that are no JSON, which no rule names."""
 
 
 @functools.cache
-def _schema(kind: object) -> dict[str, Any]:
+def _schema(kind: object) -> JsonSchemaValue:
     return _adapter(kind).json_schema(schema_generator=_Shapes)
 
 
