@@ -56,6 +56,7 @@ def test_it_runs_as_a_module():
     assert done.returncode == 0 and done.stdout.startswith("drafttrain ")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("line", "status", "said"),
     [
@@ -198,6 +199,7 @@ _drafttrain; echo "${COMPREPLY[@]}"
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "found"),
     [("ev", "eval"), ("eval --temp", "--temperature"), ("generate --backend ex", "existing")],
@@ -209,6 +211,7 @@ def test_bash_completes(words, found, capsys):
     assert done.stdout.split() == [found], done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_every_command(shell, capsys):
     assert main(["completion", shell]) == 0

@@ -291,6 +291,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
 def test_a_template_that_computes_too_much_is_refused(endless):
     tokenizer = tokenizer_with(endless + CHATML)

@@ -110,6 +110,7 @@ def accused(rows) -> list[str]:
     return [name for name, row in rows.items() if row["verdict"] == "wrong"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", HEADS)
 def test_good_heads_are_not_accused(heads, examine, name):
     rows = examine(heads[name])
@@ -293,6 +294,7 @@ def odd(tiny, heads, tmp_path_factory):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named_by_its_rows(odd, examine, tmp_path, name):
     fault = FAULTS[name]

@@ -106,6 +106,7 @@ def test_mlx_drafts_with_vllms_files(tmp_path, monkeypatch, capsys):
     assert "MLX drafts over the whole vocabulary" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_every_engine_has_a_row(pair, tmp_path, monkeypatch, capsys):
     target, head = pair
     output = tmp_path / "m.json"
@@ -162,6 +163,7 @@ def test_every_engine_has_a_row(pair, tmp_path, monkeypatch, capsys):
     assert "accepted length 0.000, ours 0.000; identical texts on 2 of 2" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_keeps_its_rows(pair, tmp_path, monkeypatch):
     target, head = pair
     output = tmp_path / "m.json"

@@ -155,6 +155,7 @@ def test_valid_words_get_through(folder, command, capsys):
     )  # the last is how tests run
 
 
+@pytest.mark.thorough
 @fuzz(examples=80)
 @given(flag=st.sampled_from(FLAGS), word=wrong_words(), apart=st.booleans())
 def test_flags(folder, capsys, flag, word, apart):

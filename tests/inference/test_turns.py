@@ -74,6 +74,7 @@ def test_an_answer_that_was_left_keeps_nothing():
     assert decoder.generate([text], max_new_tokens=NEW)[0].tokens == want.tokens
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"stop": "ab"}, {"eos_ids": range(0, 300, 15)}])
 def test_answers_that_end_early_are_continued(options):
     target = make_target().pack()

@@ -393,6 +393,7 @@ def head(tmp_path):
     return saved(tmp_path, "eagle3")
 
 
+@pytest.mark.thorough
 def test_each_draft_length_is_served_and_compared_with_the_first(bench, head, capsys):
     more = ("--draft-lengths", "0,1,3", "--concurrency", 1, "--requests", 2, "--warm-up", 0)
     results = bench(

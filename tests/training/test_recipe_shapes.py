@@ -106,6 +106,7 @@ def test_every_target_has_recipes_and_a_size():
     assert {f"{target}/eagle3" for target in PUBLISHED} <= set(LARGE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("folder", PUBLISHED)
 def test_the_target_has_its_published_size(folder):
     target = target_of(folder)
@@ -116,6 +117,7 @@ def test_the_target_has_its_published_size(folder):
     assert sum(weights.values()) == pytest.approx(PUBLISHED[folder], rel=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in LARGE if not name.endswith("/draft_model")])
 def test_the_drafter_fits_its_target(name):
     config = recipe_of(name)

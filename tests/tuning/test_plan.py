@@ -226,6 +226,7 @@ def test_advice_takes_the_least_harmful_change_that_fits(linear, recipe):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gigabytes", [50, 39, 28, 15])
 def test_a_plan_with_its_own_advice_fits(linear, recipe, gigabytes):
     """Each line's size is what `plan` says of the recipe with that line and those before it."""
