@@ -99,6 +99,7 @@ def test_types_of_gguf_files_are_those_that_are_written():
     assert set(GGUF_TYPES) == set(TYPES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_comes_from_the_signature(command, monkeypatch, capsys):
     function = function_of(command)

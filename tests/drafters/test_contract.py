@@ -236,6 +236,7 @@ def test_kinds_without_weights_are_made_from_their_name(kind):
         untrained(f"{kind}:no_such_option=1")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_that_continues_is_drafted_as_if_it_were_new(kind, decoding):
     spec = TreeSpec.parse("dynamic:4,3,8")

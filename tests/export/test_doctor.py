@@ -305,6 +305,7 @@ def test_a_planted_fault_is_named_by_its_rows(odd, examine, tmp_path, name):
         assert rows[row]["fix"] or row == "import"
 
 
+@pytest.mark.thorough
 def test_releases_without_a_bug_are_not_accused(odd, examine):
     assert not accused(examine(odd["speculators dflash"]))
     assert not accused(examine(odd["DeepSpec"], engine_version="llama.cpp=11549", texts=0))

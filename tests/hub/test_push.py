@@ -174,6 +174,7 @@ def test_a_card_shows_what_engines_accepted(work, tmp_path, capsys):
     assert "is of medusa, this drafter is 'eagle3'" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_card_names_the_data_of_a_training_elsewhere(work, tmp_path):
     shutil.copytree(work / "drafter", tmp_path / "drafter")
     file = tmp_path / "drafter" / "training.json"
@@ -276,6 +277,7 @@ def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, cap
     assert (tmp_path / "other" / "thesis.txt").exists()
 
 
+@pytest.mark.thorough
 def test_no_evaluation_or_a_foreign_one_is_refused(work, tmp_path, capsys):
     bare = [
         "push",

@@ -11,6 +11,7 @@ from tests.inference.fakes import ANY, FakeDrafter, family
 from tests.inference.turns import NEW, OPENING, TURNS, talk
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "bloom"])
 def test_only_new_tokens_are_read(monkeypatch, name):
     """With and without a drafter, also by models whose states cannot go back."""

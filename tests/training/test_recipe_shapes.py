@@ -138,6 +138,7 @@ def test_the_drafter_fits_its_target(name):
     assert issubclass(kind_class(config.kind), DecoderDrafter) and config.packing
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "form"), SERVED)
 def test_engines_serve_the_drafter(name, form, monkeypatch, tmp_path):
     drafter = drafter_of(name)
