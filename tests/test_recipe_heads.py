@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import runpy
 
 import pytest
 import yaml
 
 from drafttrain.recipes import figures, shipped_recipes
+from scripts import recipe_heads
 from tests.files import ROOT, large_recipes
 
-SCRIPT = ROOT / "scripts" / "recipe_heads.py"
 PAGE = (ROOT / "docs" / "how-to" / "recipes.md").read_text()
 KINDS = re.compile(r"^### (\w+)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
 # A row of a kind's table whose recipes all hold one value.
@@ -76,9 +75,8 @@ def test_a_plan_has_a_run_for_each_training_command(name):
     "name", ["llama-3.1-8b/eagle3", "qwen3-235b-a22b/eagle3", "llama-3.3-70b/draft_model"]
 )
 def test_a_plan_agrees_with_the_command(name):
-    script = runpy.run_path(str(SCRIPT))
     plan = PLANNED[name]
     written = plan["runs"][0]
-    now = script["with_figures"](written, script["planned"](name, written, plan))
+    now = recipe_heads.with_figures(written, recipe_heads.planned(name, written, plan))
     for figure in ("memory_gb", "disk_gb", "hours"):
         assert now[figure] == pytest.approx(written[figure], rel=0.1), "run scripts/recipe_heads.py"
