@@ -36,6 +36,7 @@ for command in COMMANDS:
 """
 
 
+@pytest.mark.thorough
 def test_help_imports_no_large_package():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -314,6 +314,7 @@ def test_releases_without_a_bug_are_not_accused(odd, examine):
     assert set(found) == {"vLLM #49614 0.32.0", "SGLang #40144 0.5.23"}
 
 
+@pytest.mark.thorough
 def test_the_head_of_another_chat_template(heads, examine, tmp_path, tiny):
     folder = rewritten(heads["MedusaModel"], tmp_path / "head", lambda *_: None)
     dump_json(folder / "tokenizer_config.json", {"chat_template": None})

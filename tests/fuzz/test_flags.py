@@ -147,6 +147,7 @@ def test_every_parameter_has_a_kind(command):
         assert rule(kind), f"{command} {flag} has no rule"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
 def test_valid_words_get_through(folder, command, capsys):
     text = outcome("flag", "none", lambda: run(folder, [command, *NEEDED[command]], capsys))

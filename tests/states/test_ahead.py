@@ -348,6 +348,7 @@ def test_two_processes_train_from_servers_what_they_train_from_stored_states(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
