@@ -38,6 +38,10 @@ if not has_gpu():  # before anything imports triton: its kernels then run as num
 
 import pytest
 
+# Imports and collected tests are no garbage; looking for some takes a third of the time until the first test.
+gc.disable()
+gc.set_threshold(20_000)  # objects; Python's 700 is less than one test makes in a millisecond
+
 # torch, transformers and drafttrain are imported where they are used: pytest-xdist's first process, which only hands tests
 # out, then starts its workers seconds sooner.
 if TYPE_CHECKING:
@@ -137,10 +141,9 @@ def built_target(shape: str, seed: int) -> tuple[Target, torch.Tensor]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Garbage collections look less often, and not at the modules and tests that stay to the end."""
-    gc.collect()
+    """Garbage collections look not at the modules and tests that stay to the end."""
     gc.freeze()
-    gc.set_threshold(20_000)  # objects; Python's 700 is less than one test makes in a millisecond
+    gc.enable()
 
 
 @pytest.fixture

@@ -11,6 +11,16 @@ ROOT = Path(__file__).parents[1].resolve()
 FIXTURES = ROOT / "tests" / "fixtures"
 
 
+def large_recipes() -> list[str]:
+    """Names of the shipped recipes whose target is described beside them."""
+    names = []
+    for described in sorted((ROOT / "configs").glob("*/target.json")):
+        names += [
+            f"{described.parent.name}/{path.stem}" for path in described.parent.glob("*.yaml")
+        ]
+    return sorted(names)
+
+
 def load_json(path: Path) -> Any:
     return json.loads(path.read_text())
 

@@ -298,7 +298,6 @@ def test_a_log_without_end_is_kept_in_part(served, tmp_path, capsys):
         (["--metrics=here", "--watch"], "metrics='here' cannot be listened to"),
         (["--drafter=/no/such"], "drafter='/no/such': no such folder"),
         (["--log=/no/such/log.jsonl"], "log='/no/such/log.jsonl': no such file or folder"),
-        (["--share=0"], "--share='0' must be a number above 0"),
         (["--output={target}"], "is or holds the input target"),
         (["--target={other}"], "hidden_size"),
     ],

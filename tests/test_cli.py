@@ -36,6 +36,7 @@ for command in COMMANDS:
 """
 
 
+@pytest.mark.thorough
 def test_help_imports_no_large_package():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -56,6 +57,7 @@ def test_it_runs_as_a_module():
     assert done.returncode == 0 and done.stdout.startswith("drafttrain ")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("line", "status", "said"),
     [
@@ -98,6 +100,7 @@ def test_types_of_gguf_files_are_those_that_are_written():
     assert set(GGUF_TYPES) == set(TYPES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_comes_from_the_signature(command, monkeypatch, capsys):
     function = function_of(command)
@@ -198,6 +201,7 @@ _drafttrain; echo "${COMPREPLY[@]}"
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("words", "found"),
     [("ev", "eval"), ("eval --temp", "--temperature"), ("generate --backend ex", "existing")],
@@ -209,6 +213,7 @@ def test_bash_completes(words, found, capsys):
     assert done.stdout.split() == [found], done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_every_command(shell, capsys):
     assert main(["completion", shell]) == 0

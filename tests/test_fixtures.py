@@ -403,6 +403,7 @@ def test_an_export_has_the_tensors_and_keys_it_had(home, name):
         assert "architectures" in kept
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name, (_, _, form) in EXPORTS.items() if form != "gguf"])
 def test_an_export_is_verified(home, name):
     drafter = EXPORTS[name][0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from drafttrain.drafters.registry import kind_class, kinds
 from drafttrain.drafters.shipping import shipped_kinds, shipping
 from drafttrain.formats.engines import ENGINES
+from scripts import concept_pictures
 from tests.files import ROOT, load_json
 
 UNDRAFTED = {"mlp_speculator": {"vLLM"}}  # vLLM 0.32 has its class but no longer drafts with it
@@ -94,17 +94,12 @@ def test_the_readme_stays_short_and_names_the_command_of_ci():
 
 
 def test_pictures_of_the_concepts_are_those_of_the_script():
-    spec = importlib.util.spec_from_file_location(
-        "concept_pictures", ROOT / "scripts" / "concept_pictures.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     kept = {
         path.stem: path.read_text(encoding="utf-8")
         for path in (ROOT / "docs" / "pictures").glob("*.svg")
     }
-    assert {name: kept.get(name) for name in module.PICTURES} == {
-        name: draw().svg() for name, draw in module.PICTURES.items()
+    assert {name: kept.get(name) for name in concept_pictures.PICTURES} == {
+        name: draw().svg() for name, draw in concept_pictures.PICTURES.items()
     }
 
 

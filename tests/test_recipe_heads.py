@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import runpy
 
 import pytest
 import yaml
 
-from drafttrain.recipes import figures, recipe_names, recipe_path, shipped_recipes
-from tests.files import ROOT
+from drafttrain.recipes import figures, shipped_recipes
+from scripts import recipe_heads
+from tests.files import ROOT, large_recipes
 
-SCRIPT = ROOT / "scripts" / "recipe_heads.py"
 PAGE = (ROOT / "docs" / "how-to" / "recipes.md").read_text()
 KINDS = re.compile(r"^### (\w+)\n(.*?)(?=^##)", re.MULTILINE | re.DOTALL)
 # A row of a kind's table whose recipes all hold one value.
@@ -26,16 +25,13 @@ FILLED = re.compile(
     r"(states [\d.]+ h, )?training [\d.]+ h"
 )
 PLANNED = {one.name: one.plan for one in shipped_recipes() if one.plan is not None}
-TEXTS = {name: recipe_path(name).read_text() for name in PLANNED}
+TEXTS = {name: (ROOT / "configs" / f"{name}.yaml").read_text() for name in PLANNED}
 VALUES = {name: yaml.load(text, yaml.CSafeLoader) for name, text in TEXTS.items()}
 FIGURE = re.compile(r"#.*\d ?(GB|TB|GPUs?|hours?|h|days?)\b")
 
 
 def test_every_plan_is_filled_and_fits():
-    large = [
-        name for name in recipe_names() if recipe_path(name).with_name("target.json").is_file()
-    ]
-    assert len(large) >= 30 and list(PLANNED) == large
+    assert len(PLANNED) >= 30 and list(PLANNED) == large_recipes()
     for name, plan in PLANNED.items():
         for run in plan["runs"]:
             assert FILLED.fullmatch(figures(run, plan["states"])), name
@@ -62,7 +58,7 @@ def test_recipes_hold_the_values_that_their_page_compares():
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_plan_has_a_run_for_each_training_command(name):
     """In the order of the head, with the command's overrides and DeepSpeed file."""
-    head = recipe_path(name).read_text().partition("\nkind: ")[0]
+    head = TEXTS[name].partition("\nkind: ")[0]
     joined = re.sub(r" \\\n# +", " ", head)
     commands = re.findall(r"^#   .*accelerate launch (.*)$", joined, re.MULTILINE)
     plan = PLANNED[name]
@@ -79,9 +75,8 @@ def test_a_plan_has_a_run_for_each_training_command(name):
     "name", ["llama-3.1-8b/eagle3", "qwen3-235b-a22b/eagle3", "llama-3.3-70b/draft_model"]
 )
 def test_a_plan_agrees_with_the_command(name):
-    script = runpy.run_path(str(SCRIPT))
     plan = PLANNED[name]
     written = plan["runs"][0]
-    now = script["with_figures"](written, script["planned"](name, written, plan))
+    now = recipe_heads.with_figures(written, recipe_heads.planned(name, written, plan))
     for figure in ("memory_gb", "disk_gb", "hours"):
         assert now[figure] == pytest.approx(written[figure], rel=0.1), "run scripts/recipe_heads.py"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import fields
 
 import pytest
@@ -10,6 +9,7 @@ from transformers import TrainingArguments
 
 from drafttrain.config import TrainConfig, TrainerKeys
 from drafttrain.values import default_of
+from scripts import reference
 from tests.files import ROOT
 
 OURS = {
@@ -21,16 +21,9 @@ OURS = {
 }  # defaults of ours
 
 
-def reference():
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts" / "reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.thorough
 def test_the_reference_is_up_to_date():
-    for name, text in reference().pages().items():
+    for name, text in reference.pages().items():
         assert (ROOT / "docs" / "reference" / name).read_text() == text, (
             "run python scripts/reference.py"
         )
@@ -53,7 +46,7 @@ def test_defaults_of_the_trainers_keys_are_transformers_own_or_ours():
 @pytest.mark.thorough
 def test_every_option_of_a_kind_says_what_it_means():
     lines = [
-        line for line in reference().config_page().splitlines() if line.startswith("| `drafter.")
+        line for line in reference.config_page().splitlines() if line.startswith("| `drafter.")
     ]
     assert len(lines) > 100 and not [line for line in lines if line.endswith("|  |")]
     assert any(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
+import datasets
 import pytest
 from datasets import Dataset, Image
 
@@ -148,7 +149,9 @@ def test_rows_of_a_file(tmp_path, capsys):
     assert prompts(*words, moved, "--images", given.parent) == 0
 
 
-def test_columns_of_datasets(tmp_path):
+def test_columns_of_datasets(tmp_path, monkeypatch):
+    # Which the library waits behind a shuffled stream, for the sake of a process that ends.
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # of 5 seconds
     table = {
         "question": [f"{SEE} {i}" for i in range(3)],
         "picture": [{"bytes": picture(i).data, "path": None} for i in range(3)],

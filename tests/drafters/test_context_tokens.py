@@ -58,6 +58,7 @@ def test_rows_follow_what_training_moved_all_kept_rows_by():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_sequence_has_its_own_tokens_and_text_stays_the_targets(kind):
     target = make_target(hidden=64)

@@ -163,6 +163,7 @@ def test_drawn_tokens_follow_the_q_that_is_reported(kind, decoding):
     assert variance > 0.01 and abs(hits - expected) <= 4 * variance**0.5 + 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_decoding_is_the_targets_own(kind, decoding):
     """Alone and in a ragged batch where rows join late; the overfitted drafter has something accepted."""
@@ -215,6 +216,7 @@ def test_sampling_by_rule_spends_the_targets_own_numbers(kind, decoding):
     assert got.tokens == want
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", TRAINED)
 def test_what_is_saved_is_what_was_trained(kind, decoding):
     loaded = decoding(kind)
@@ -234,6 +236,7 @@ def test_kinds_without_weights_are_made_from_their_name(kind):
         untrained(f"{kind}:no_such_option=1")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_that_continues_is_drafted_as_if_it_were_new(kind, decoding):
     spec = TreeSpec.parse("dynamic:4,3,8")
@@ -247,6 +250,7 @@ def test_a_text_that_continues_is_drafted_as_if_it_were_new(kind, decoding):
         assert own.stats.prompt_tokens == other.stats.prompt_tokens
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_that_parts_from_the_last_is_drafted_as_if_it_were_new(kind, decoding, monkeypatch):
     """As requests behind one system prompt do: what they share is read once."""

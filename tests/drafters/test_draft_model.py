@@ -454,11 +454,6 @@ def test_a_drafter_of_bfloat16_streams_int8_and_stays_lossless(target_dir, dtype
         ("target", {"layers": [2, 1]}, r"drafter.layers=\[2, 1\] must be ascending"),
         (
             "target",
-            {"layers": [0], "embedding": "own"},
-            r"drafter.embedding='own' must be one of copied, shared",
-        ),
-        (
-            "target",
             {"layers": [0], "config": {}},
             r"unknown key drafter.config for kind=draft_model with init='target'",
         ),

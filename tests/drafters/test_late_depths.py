@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drafttrain.errors import UserError
 from tests.drafters.helpers import make_batch, run_step
 from tests.drafters.layer_kinds import make_kind
 
@@ -43,8 +42,3 @@ def test_early_steps_train_the_first_depth_alone(target, kind):
     )  # DDP waits for each
     drafter.eval()
     assert (step(0.0).metrics["count"] > 0).all()  # held-out acceptance is of all depths
-
-
-def test_a_share_that_leaves_no_later_steps_is_refused(target):
-    with pytest.raises(UserError, match=r"later_depths_from=1.0 must be a number from 0 to 0.99"):
-        make_kind("eagle3", target, later_depths_from=1.0)

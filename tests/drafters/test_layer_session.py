@@ -63,6 +63,7 @@ WINDOWS = {
 COUNTS = [[36, *[1, 4, 2, 3] * 10], [24, *[2, 1, 4, 3] * 10]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "stored"),
     [

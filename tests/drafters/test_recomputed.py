@@ -15,6 +15,7 @@ def target():
     return make_target()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
     ("kind", "options"),

@@ -42,6 +42,7 @@ def assert_same_files(folder, other):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", contract.TRAINED)
 def test_packed_drafters_save_what_they_were_loaded_from(kind, saved, tmp_path, capfd):
     target = contract.the_target(packed=True)

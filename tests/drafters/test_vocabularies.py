@@ -244,6 +244,7 @@ def test_committed_text_is_at_any_time_what_the_tokenizer_writes_at_once(tokeniz
         assert text.ids[:kept] == before[:kept] and (kept == len(before) or kept < len(text.ids))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["tokens", "text"])
 @pytest.mark.parametrize(
     ("theirs", "own"), [("byte_level", "sentencepiece"), ("llama", "byte_level")]

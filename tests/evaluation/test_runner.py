@@ -430,7 +430,6 @@ def test_kinds_that_decoding_json_switches_off_are_decoded_plainly(command, targ
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch-size": 0}, "--batch-size='0' must be a whole number from 1"),
         (
             {"baselines": "vllm"},
             "baselines='vllm': 'vllm' is not one of autoregressive, hf_generate",
@@ -440,18 +439,9 @@ def test_kinds_that_decoding_json_switches_off_are_decoded_plainly(command, targ
             {"tree": "chain:3@sample"},
             "tree='chain:3@sample' draws its tokens, but temperature=0 is greedy",
         ),
-        ({"temperature": -1}, "--temperature='-1' must be a number from 0"),
-        ({"min-p": 2}, "--min-p='2' must be a number from 0 to 1"),
         ({"suite": "nowhere"}, "suite='nowhere' is neither a file nor a known suite"),
-        ({"limit": 0}, "--limit='0' must be a whole number from 1"),
-        ({"dtype": "int8"}, "--dtype='int8' must be one of"),
         ({"target": "/no/such/model"}, "target='/no/such/model': no model folder"),
         ({"drafter": "/no/such/drafter"}, "drafter='/no/such/drafter': no such folder"),
-        ({"max-new-tokens": 0}, "--max-new-tokens='0' must be a whole number from 1"),
-        (
-            {"tree": "auto", "calibrate": "/no/file"},
-            "--calibrate='/no/file' must be an existing file",
-        ),
         ({"output": "/proc/nowhere/r.json"}, "output='/proc/nowhere/r.json' cannot be written"),
     ],
 )

@@ -76,6 +76,7 @@ def test_ratios_are_their_times_over_ours(bench):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layers", [(1, 2, 3), (0, 1, 2, 3)], ids=["loads", "refused"])
 def test_all_sides_answer_the_same_prompts(bench, layers, suite, tmp_path, monkeypatch, capsys):
     pytest.importorskip("gguf")

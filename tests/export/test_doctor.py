@@ -110,6 +110,7 @@ def accused(rows) -> list[str]:
     return [name for name, row in rows.items() if row["verdict"] == "wrong"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", HEADS)
 def test_good_heads_are_not_accused(heads, examine, name):
     rows = examine(heads[name])
@@ -293,6 +294,7 @@ def odd(tiny, heads, tmp_path_factory):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_named_by_its_rows(odd, examine, tmp_path, name):
     fault = FAULTS[name]
@@ -303,6 +305,7 @@ def test_a_planted_fault_is_named_by_its_rows(odd, examine, tmp_path, name):
         assert rows[row]["fix"] or row == "import"
 
 
+@pytest.mark.thorough
 def test_releases_without_a_bug_are_not_accused(odd, examine):
     assert not accused(examine(odd["speculators dflash"]))
     assert not accused(examine(odd["DeepSpec"], engine_version="llama.cpp=11549", texts=0))
@@ -311,6 +314,7 @@ def test_releases_without_a_bug_are_not_accused(odd, examine):
     assert set(found) == {"vLLM #49614 0.32.0", "SGLang #40144 0.5.23"}
 
 
+@pytest.mark.thorough
 def test_the_head_of_another_chat_template(heads, examine, tmp_path, tiny):
     folder = rewritten(heads["MedusaModel"], tmp_path / "head", lambda *_: None)
     dump_json(folder / "tokenizer_config.json", {"chat_template": None})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from drafttrain.export.verify_matrix import DrafterRows
 from drafttrain.formats.engines import ENGINES
 from drafttrain.inference import generate
 from drafttrain.target import Target
+from scripts import verify_table
 from tests.conftest import make_target, make_tokenizer, save_target
 from tests.drafters.eagle3_files import make_head
 from tests.drafters.layer_kinds import make_kind
@@ -106,6 +106,7 @@ def test_mlx_drafts_with_vllms_files(tmp_path, monkeypatch, capsys):
     assert "MLX drafts over the whole vocabulary" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_every_engine_has_a_row(pair, tmp_path, monkeypatch, capsys):
     target, head = pair
     output = tmp_path / "m.json"
@@ -162,6 +163,7 @@ def test_every_engine_has_a_row(pair, tmp_path, monkeypatch, capsys):
     assert "accepted length 0.000, ours 0.000; identical texts on 2 of 2" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_keeps_its_rows(pair, tmp_path, monkeypatch):
     target, head = pair
     output = tmp_path / "m.json"
@@ -296,15 +298,8 @@ def test_the_script_prints_its_commands():
 
 
 def test_the_docs_table_is_the_measured_one():
-    spec = importlib.util.spec_from_file_location(
-        "verify_table", ROOT / "scripts" / "verify_table.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.PAGE.read_text() == module.page(load_json(module.MATRIX)), (
-        "run scripts/verify_table.py"
-    )
+    written = verify_table.page(load_json(verify_table.MATRIX))
+    assert verify_table.PAGE.read_text() == written, "run scripts/verify_table.py"
 
 
 def test_of_an_engines_traceback_the_exception_is_shown():

@@ -147,6 +147,7 @@ def test_every_parameter_has_a_kind(command):
         assert rule(kind), f"{command} {flag} has no rule"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
 def test_valid_words_get_through(folder, command, capsys):
     text = outcome("flag", "none", lambda: run(folder, [command, *NEEDED[command]], capsys))
@@ -155,6 +156,7 @@ def test_valid_words_get_through(folder, command, capsys):
     )  # the last is how tests run
 
 
+@pytest.mark.thorough
 @fuzz(examples=80)
 @given(flag=st.sampled_from(FLAGS), word=wrong_words(), apart=st.booleans())
 def test_flags(folder, capsys, flag, word, apart):

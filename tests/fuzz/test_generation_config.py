@@ -69,6 +69,7 @@ def load(folder: Path, target: Target) -> None:
     decode(target)
 
 
+@pytest.mark.thorough
 @fuzz(examples=24)
 @given(fault=json_faults(), seed=seeds())
 def test_values(fault, seed, folder, loaded):

@@ -175,6 +175,7 @@ def test_every_command_that_writes_is_here():
     }
 
 
+@pytest.mark.thorough
 @fuzz(examples=48)
 @given(
     command=st.sampled_from(sorted(COMMANDS)),

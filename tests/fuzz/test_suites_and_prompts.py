@@ -152,6 +152,7 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz") / "rows.jsonl"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("border", READERS)
 @fuzz(examples=14)
 @given(fault=text_faults(), seed=seeds())
@@ -162,6 +163,7 @@ def test_bytes_of_rows(path, border, fault, seed):
     outcome(border, fault.name, lambda: read(path))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("border", READERS)
 @fuzz(examples=15)
 @given(fault=json_faults(), seed=seeds())

@@ -117,6 +117,7 @@ def test_the_next_plain_pass_is_queued_before_tokens_are_read(gpu, monkeypatch):
     assert waited == [*range(2, rounds + 1), rounds]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sampling",
     [pytest.param(SamplingParams(), marks=pytest.mark.slow), SamplingParams(1.0)],

@@ -55,6 +55,7 @@ def make(kind, options, dtype=torch.float32, device="cuda"):
     return Target.wrap(model.eval().to(device, dtype), None, name=kind)
 
 
+@pytest.mark.thorough
 @pytest.mark.any_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", FUSED)
@@ -69,6 +70,7 @@ def test_other_layers_stay_the_models_own(any_gpu, kind):
     assert make(kind, OTHERS[kind])._native is None
 
 
+@pytest.mark.thorough
 @pytest.mark.any_gpu
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss"])
 def test_fused_layers_decode_the_models_own_tokens(request, kind):

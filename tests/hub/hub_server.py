@@ -62,7 +62,7 @@ class HubServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def __enter__(self) -> HubServer:
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:

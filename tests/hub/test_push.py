@@ -135,6 +135,7 @@ def test_a_published_drafter_is_imported_as_it_was_trained(work, tmp_path):
     assert (config["ttt_steps"], config["depth_share"], config["depth_decay"]) == (6, 0.5, 0.7)
 
 
+@pytest.mark.thorough
 def test_a_published_head_loads_without_warnings(work, tmp_path, monkeypatch):
     """Its root is read by engines as a Llama's and by us as a head."""
     said = []
@@ -146,6 +147,7 @@ def test_a_published_head_loads_without_warnings(work, tmp_path, monkeypatch):
     assert not [text for text in said if "of type" in text]
 
 
+@pytest.mark.thorough
 def test_a_card_shows_what_engines_accepted(work, tmp_path, capsys):
     row = {
         "kind": "eagle3",
@@ -172,6 +174,7 @@ def test_a_card_shows_what_engines_accepted(work, tmp_path, capsys):
     assert "is of medusa, this drafter is 'eagle3'" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_card_names_the_data_of_a_training_elsewhere(work, tmp_path):
     shutil.copytree(work / "drafter", tmp_path / "drafter")
     file = tmp_path / "drafter" / "training.json"
@@ -187,6 +190,7 @@ def test_a_card_names_the_data_of_a_training_elsewhere(work, tmp_path):
     assert "77 conversations with 1234 tokens that the target wrote itself (temperature 0.7" in card
 
 
+@pytest.mark.thorough
 def test_a_card_shows_what_the_drafter_accepts_alone(work, tmp_path):
     """Engines draft without our merged matches, so a merged figure alone would promise too much."""
     alone = load_json(work / "results.json")
@@ -208,6 +212,7 @@ def test_a_card_shows_what_the_drafter_accepts_alone(work, tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_a_card_says_which_temperature_was_not_measured(work, tmp_path, capsys):
     greedy = load_json(work / "results.json")
     sampled = {**greedy, "decoding": {**greedy["decoding"], "temperature": 1.0}}
@@ -272,6 +277,7 @@ def test_a_dry_run_writes_what_would_go_up_and_no_local_path(work, tmp_path, cap
     assert (tmp_path / "other" / "thesis.txt").exists()
 
 
+@pytest.mark.thorough
 def test_no_evaluation_or_a_foreign_one_is_refused(work, tmp_path, capsys):
     bare = [
         "push",

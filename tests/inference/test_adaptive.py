@@ -84,6 +84,7 @@ def test_drafting_stops_when_text_gets_hard_and_comes_back():
     assert sum(machine.depths[-100:]) > 250
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hard", [40, 60, 100])
 def test_one_hard_passage_does_not_end_drafting_for_the_next_text(hard):
     drafting = []

@@ -261,6 +261,7 @@ def test_stop_strings_end_rows_as_they_end_alone(spec):
     assert [made.stats.finish for made in together[:3]] == ["stop"] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", ["none", "dynamic:4,3,9"])
 def test_bfloat16_rows_are_what_they_are_alone(target, target_dir, spec):
     drafter = make_drafter(target)

@@ -211,6 +211,7 @@ def test_every_applied_key_is_tested():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["repetition_penalty", "suppress_tokens", "begin_suppress_tokens", "min_new_tokens"]
 )

@@ -141,6 +141,7 @@ def test_rows_that_are_not_the_targets(built, monkeypatch):
         target.image_row(prompt.ids, [picture(1)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", VARIED)
 def test_every_drafter_gives_the_same_text(
     built,
@@ -169,6 +170,7 @@ def test_every_drafter_gives_the_same_text(
     assert several[0].tokens == truths[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", VARIED)
 def test_turns_share_a_prefix_only_with_the_same_images(
     built,
@@ -202,6 +204,7 @@ def test_turns_share_a_prefix_only_with_the_same_images(
     assert read == [first, wrong]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", VARIED)
 def test_responses_to_prompts_with_images(built, family):
     """A shared prefix, follow-ups behind images, and captured states."""

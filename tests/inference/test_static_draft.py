@@ -137,6 +137,7 @@ def test_choices_at_all_nodes_are_those_of_a_walk(spec, sampling, monkeypatch):
     assert calls
 
 
+@pytest.mark.thorough
 def test_steps_of_weights_that_moved_are_not_used(used):
     target = make_target(hidden=32)
     main = build("eagle3", target)

@@ -11,6 +11,7 @@ from tests.inference.fakes import ANY, FakeDrafter, family
 from tests.inference.turns import NEW, OPENING, TURNS, talk
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "bloom"])
 def test_only_new_tokens_are_read(monkeypatch, name):
     """With and without a drafter, also by models whose states cannot go back."""
@@ -74,6 +75,7 @@ def test_an_answer_that_was_left_keeps_nothing():
     assert decoder.generate([text], max_new_tokens=NEW)[0].tokens == want.tokens
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"stop": "ab"}, {"eos_ids": range(0, 300, 15)}])
 def test_answers_that_end_early_are_continued(options):
     target = make_target().pack()

@@ -43,16 +43,19 @@ def check(compiler: str, flags: list[str], folder: Path, runner: tuple[str, ...]
     return done.stdout.strip()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", HERE)
 def test_a_path_of_this_processor(path, tmp_path):
     assert check(GCC, native.PATHS[path].flags.split(), tmp_path) == path
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif("amx" in HERE, reason="this processor has AMX")
 def test_tiles_by_functions_that_stand_for_their_instructions(tmp_path):
     assert check(GCC, ["-DEMULATED_TILES"], tmp_path) == "amx"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="builds for x86-64")
 def test_amx_instructions_compile(tmp_path):
     """The intrinsics, which the emulation replaces; from GCC 11 on."""

@@ -410,6 +410,7 @@ def test_what_does_not_fit_the_plan_is_refused_before_a_launch(change):
         pack_plan([(-1, TreeLayout(5, [-1]))], PlanShape(1, 2, 2, 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "attend", [static_reference, partial(module._launch, geometry=Geometry(16, 16, 2, 4, 2))]
 )

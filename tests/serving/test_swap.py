@@ -295,6 +295,7 @@ def test_a_recipe_has_the_flags_that_swaps_need(tmp_path, capsys):
         assert "heads of vLLM's methods eagle3, eagle" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_vllm_finds_its_parts_and_imports_nothing_else_of_the_package():
     described = tomllib.loads((PROJECT / "pyproject.toml").read_text())
     named = described["project"]["entry-points"]["vllm.endpoint_plugins"][DrafterSwapRoute.name]

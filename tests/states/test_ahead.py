@@ -348,6 +348,7 @@ def test_two_processes_train_from_servers_what_they_train_from_stored_states(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -364,7 +365,6 @@ def test_two_processes_train_from_servers_what_they_train_from_stored_states(
             "gives states, not layers",
         ),
         ({"target_url": "nowhere"}, "url='nowhere' is not an address"),
-        ({"prefetch_gb": -1}, "prefetch_gb=-1 must be a number from 0"),
     ],
 )
 def test_what_contradicts_streaming_is_refused(place, tmp_path, capsys, extra, message):

@@ -93,6 +93,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_a_retry_and_nothing_else(client, server, target, fault):
     client.prove()
@@ -101,6 +102,7 @@ def test_a_fault_costs_a_retry_and_nothing_else(client, server, target, fault):
     assert not left(server) and len(server.requests) >= (3 if fault == "late file" else 5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -215,6 +217,7 @@ def scaled_norm() -> Target:
     return other
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "message"),
     [

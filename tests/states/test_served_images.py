@@ -106,6 +106,7 @@ CONTENTS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("content", CONTENTS)
 def test_states_of_rows_with_images_are_the_local_ones(client, target, content):
     prompt, pictures = row_of(target, *content)

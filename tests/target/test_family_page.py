@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import pytest
 
+from scripts import target_table
 from tests.files import ROOT
 from tests.inference import fakes
 
@@ -35,24 +35,15 @@ def test_the_names_on_the_page_exist():
         assert f"def {name}(" in tests, name
 
 
-def families():
-    spec = importlib.util.spec_from_file_location(
-        "target_table", ROOT / "scripts" / "target_table.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_table_marks_the_families_that_are_compared():
-    module = families()
-    _, found, text = module.PAGE.read_text().partition(module.BEGIN)
-    bold = set(re.findall(r"\*\*([\w-]+)\*\*", text.partition(module.END)[0]))
+    _, found, text = target_table.PAGE.read_text().partition(target_table.BEGIN)
+    bold = set(re.findall(r"\*\*([\w-]+)\*\*", text.partition(target_table.END)[0]))
     compared = {each["model_type"] for each in (*fakes.FAMILIES.values(), *fakes.OWN.values())}
     assert found and bold == compared, "run python scripts/target_table.py"
 
 
 @pytest.mark.slow
 def test_the_table_of_families_is_up_to_date():
-    module = families()
-    assert module.table() in module.PAGE.read_text(), "run python scripts/target_table.py"
+    assert target_table.table() in target_table.PAGE.read_text(), (
+        "run python scripts/target_table.py"
+    )

@@ -34,6 +34,7 @@ def test_a_feature_of_deepseek_v4_is_the_mean_of_its_streams():
     torch.testing.assert_close(out.features, streams.mean(2))
 
 
+@pytest.mark.thorough
 def test_a_head_for_deepseek_v4_drafts_without_changing_the_text():
     model, target = tiny("deepseek_v4")
     drafter = make_drafter(target).eval()

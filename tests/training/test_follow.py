@@ -73,6 +73,7 @@ def left(policy) -> list[object]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_followed_head_improves_and_the_policy_is_untouched(head_folder):
     policy = moved()
     follower = Follower(str(head_folder), policy, make_tokenizer(), steps=40, rate=3e-3)
@@ -95,6 +96,7 @@ def test_the_random_numbers_of_all_gpus_are_as_before(head_folder, monkeypatch):
     assert kept == [0, 1]  # the policy may be on another one than the head was
 
 
+@pytest.mark.thorough
 def test_a_head_in_bfloat16_learns_in_float32(head_folder, tmp_path):
     half = load_trained(str(head_folder)).bfloat16()
     half.save_pretrained(tmp_path)
@@ -107,6 +109,7 @@ def test_a_head_in_bfloat16_learns_in_float32(head_folder, tmp_path):
             assert (weight != before[name]).float().mean() > 0.5
 
 
+@pytest.mark.thorough
 def test_a_head_is_judged_before_it_learns_and_a_worse_one_goes_back(head_folder):
     policy = moved()
     rollouts = rollouts_of(policy)
@@ -132,6 +135,7 @@ def test_a_head_is_judged_before_it_learns_and_a_worse_one_goes_back(head_folder
     assert follower.follow(rollouts).verdict == "undecided"  # the same head on both sides
 
 
+@pytest.mark.thorough
 def test_judges_can_be_left_out(head_folder):
     policy = moved()
     follower = Follower(str(head_folder), policy, make_tokenizer(), steps=1, judges=0)
@@ -140,6 +144,7 @@ def test_judges_can_be_left_out(head_folder):
         assert follower.follow(rollouts).ratio is None
 
 
+@pytest.mark.thorough
 def test_answers_without_a_prompt_train_and_judge(head_folder):
     policy = moved()
     follower = Follower(str(head_folder), policy, make_tokenizer(), steps=1)
@@ -194,6 +199,7 @@ def test_a_saved_follower_has_the_tuned_tree(head_folder, tmp_path):
     assert default_tree(str(saved)) == "chain:2"
 
 
+@pytest.mark.thorough
 def test_a_saved_follower_goes_on_to_the_bit(head_folder, tmp_path):
     policy = moved()
     rollouts = rollouts_of(policy)
@@ -207,6 +213,7 @@ def test_a_saved_follower_goes_on_to_the_bit(head_folder, tmp_path):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.thorough
 def test_an_adapter_is_followed(head_folder):
     """Its states are the adapted policy's, as merging the adapter shows."""
     policy = get_peft_model(moved(), LoraConfig(target_modules=["q_proj", "down_proj"], r=2))

@@ -58,6 +58,7 @@ def data(seeing, tmp_path):
     return write_data(tmp_path / "data", seeing.load())
 
 
+@pytest.mark.thorough
 def test_states_of_batches_with_and_without_images(seeing, data):
     """Packed or not, each row's states are those that it has alone, with its own pictures."""
     target = seeing.load()

@@ -174,17 +174,9 @@ def test_processes_share_the_work(target, monkeypatch):
     assert parts[0] and parts[1] and policy.pool == alone.pool
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"chance": 0.5}, r"unknown key on_policy.chance; there are share, refresh_steps"),
-        ({"share": 2}, r"on_policy.share=2 must be a number above 0 and at most 1"),
-        ({"refresh_steps": 0}, r"on_policy.refresh_steps=0 must be a whole number from 1"),
-    ],
-)
-def test_each_mistake_is_said(options, message):
-    with pytest.raises(UserError, match=message):
-        OnPolicyOptions.parse(options)
+def test_an_unknown_key_is_said():
+    with pytest.raises(UserError, match=r"unknown key on_policy.chance; there are share, refresh"):
+        OnPolicyOptions.parse({"chance": 0.5})
 
 
 def test_a_kind_that_cannot_write_is_named(target):

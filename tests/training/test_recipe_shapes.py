@@ -15,7 +15,7 @@ from drafttrain.drafters.common.markov import MarkovBlock
 from drafttrain.drafters.common.trainable import DecoderDrafter, TrainableDrafter
 from drafttrain.drafters.registry import kind_class
 from drafttrain.drafters.shipping import Trained, shipping
-from drafttrain.recipes import recipe_names, recipe_path
+from drafttrain.recipes import recipe_path
 from drafttrain.target import Target
 from drafttrain.target.loading import model_config, text_part
 from drafttrain.target.own_layer import OwnLayer, spec_of
@@ -23,6 +23,7 @@ from drafttrain.target.parts import build_language_model
 from drafttrain.training.arguments import KEYS
 from drafttrain.training.dry_step import StepSetting, dry_step
 from tests.drafters.helpers import new_drafter
+from tests.files import large_recipes
 
 # Weights of the text model, without images and prediction modules: model cards and technical reports; Gemma 3 as Keras counts it.
 PUBLISHED = {
@@ -54,7 +55,7 @@ PUBLISHED = {
     "qwen3.6-27b": 27e9,
     "qwen3.6-35b-a3b": 35e9,
 }
-LARGE = [name for name in recipe_names() if recipe_path(name).with_name("target.json").is_file()]
+LARGE = large_recipes()
 SERVED = [
     (name, form)
     for name in LARGE
@@ -105,6 +106,7 @@ def test_every_target_has_recipes_and_a_size():
     assert {f"{target}/eagle3" for target in PUBLISHED} <= set(LARGE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("folder", PUBLISHED)
 def test_the_target_has_its_published_size(folder):
     target = target_of(folder)
@@ -115,6 +117,7 @@ def test_the_target_has_its_published_size(folder):
     assert sum(weights.values()) == pytest.approx(PUBLISHED[folder], rel=0.01)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in LARGE if not name.endswith("/draft_model")])
 def test_the_drafter_fits_its_target(name):
     config = recipe_of(name)
@@ -135,6 +138,7 @@ def test_the_drafter_fits_its_target(name):
     assert issubclass(kind_class(config.kind), DecoderDrafter) and config.packing
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "form"), SERVED)
 def test_engines_serve_the_drafter(name, form, monkeypatch, tmp_path):
     drafter = drafter_of(name)

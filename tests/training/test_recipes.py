@@ -79,6 +79,7 @@ def test_every_key_of_a_recipe_is_known(path):
     assert set(config.drafter) <= set(known)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", sorted(LARGE), ids=str)
 def test_the_lines_of_large_targets_are_read(path, monkeypatch):
     """accelerate's flags and files, the recipe, its overrides, and the flags of drafttrain's own commands."""

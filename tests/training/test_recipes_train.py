@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from drafttrain.cli import main
 from drafttrain.config import load_config
-from drafttrain.recipes import recipe_names, recipe_path
+from drafttrain.recipes import recipe_path
 from drafttrain.target import Target
 from drafttrain.training.arguments import KEYS
 from tests.conftest import make_tokenizer
-from tests.files import load_json
+from tests.files import large_recipes, load_json
 from tests.training.runs import write_data
 
 pytestmark = pytest.mark.slow
@@ -44,11 +44,7 @@ LEFT_OUT = (
     "minimax-m3/",
     "nemotron-3-",
 )
-RECIPES = [
-    name
-    for name in recipe_names()
-    if recipe_path(name).with_name("target.json").is_file() and not name.startswith(LEFT_OUT)
-]
+RECIPES = [name for name in large_recipes() if not name.startswith(LEFT_OUT)]
 
 
 def tiny(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -108,14 +108,8 @@ def test_the_command(tmp_path, capsys):
     assert speedups == sorted(speedups, reverse=True)
     assert all(speedup >= 1 for speedup in speedups)
     assert content["advice"] in capsys.readouterr().out.replace("\n", " ")
-    for more, message in (
-        (("--device", "abacus"), "device='abacus' is not one of h100"),
-        (("--batches", "1,b"), "--batches='b' must be a whole number"),
-        (("--context", "0"), "--context='0' must be a whole number from 1"),
-        (("--results", "/no/file"), "--results='/no/file' must be an existing file"),
-    ):
-        assert cli.main([*arguments, *more]) == 2
-        assert message in capsys.readouterr().err
+    assert cli.main([*arguments, "--device", "abacus"]) == 2
+    assert "device='abacus' is not one of h100" in capsys.readouterr().err
     without = [part for part in arguments if part not in ("--drafter-params", "4e8")]
     assert cli.main(without) == 2
     assert "give --drafter FOLDER or --drafter-params" in capsys.readouterr().err

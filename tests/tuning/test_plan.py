@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from dataclasses import replace
@@ -226,6 +226,7 @@ def test_advice_takes_the_least_harmful_change_that_fits(linear, recipe):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gigabytes", [50, 39, 28, 15])
 def test_a_plan_with_its_own_advice_fits(linear, recipe, gigabytes):
     """Each line's size is what `plan` says of the recipe with that line and those before it."""
@@ -587,9 +588,7 @@ def test_the_command_prints_and_writes_a_plan_of_real_dry_steps(
 def test_a_plan_is_what_training_allocates(name, monkeypatch):
     """eval/bench_plan.py with smaller rows."""
     monkeypatch.syspath_prepend(str(ROOT / "eval"))
-    spec = importlib.util.spec_from_file_location("bench_plan", ROOT / "eval" / "bench_plan.py")
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
+    bench = importlib.import_module("bench_plan")
     compared = bench.compare(name, {**bench.CASES[name], "rows": 2, "max_length": 256})
     assert abs(compared["off"]) < bench.GOAL
 
