@@ -198,7 +198,9 @@ class TargetSteps:
     def open_drafts(self, drafter: Drafter, spec: TreeSpec) -> DraftSteps | None:
         """The drafter's static steps, an earlier call's if they fit; None if passes are dynamic."""
         weights: tuple[int, ...] = ()
-        main, _ = parts_of(drafter)
+        main, side = parts_of(drafter)
+        while side is not None:  # a combination may be combined again
+            main, side = parts_of(main)
         if isinstance(main, nn.Module):
             weights = _addresses(main)
         last: DraftSteps | None = None

@@ -141,7 +141,8 @@ def test_choices_at_all_nodes_are_those_of_a_walk(spec, sampling, monkeypatch):
 def test_steps_of_weights_that_moved_are_not_used(used):
     target = make_target(hidden=32)
     main = build("eagle3", target)
-    for drafter in (main, CombinedDrafter(main, NgramDrafter(min_n=2))):
+    combined = CombinedDrafter(main, NgramDrafter(min_n=2))
+    for drafter in (main, combined, CombinedDrafter(combined, NgramDrafter(min_n=3))):
         kept = []
         for _ in range(3):
             decode(target, drafter, "chain:3", 2, True)
