@@ -361,6 +361,7 @@ WORDS = {
     "swap": "--server URL",
     "ngram-store": "--data data --output store.safetensors",
     "eval": f"{MODELS} --suite many_suite.jsonl --output r.json --max-new-tokens 100",
+    "suites": "prepare speed-bench --output rows",
     "tune": f"{MODELS} --repeats 50 --output tune.json",
     "sweep": f"{MODELS} --suite many_suite.jsonl --output sweep --batch-sizes 1,2,4",
     "diagnose": "results.json",

@@ -172,6 +172,7 @@ def test_every_command_that_writes_is_here():
         "recipes",  # refuses files that differ: tests/test_recipes.py
         "chat",  # writes what /save names: tests/reports/test_terminal_chat.py
         "completion",
+        "suites",  # keeps what is there: tests/evaluation/test_public_suites.py
     }
 
 
