@@ -37,11 +37,11 @@ def _templates() -> Environment:
     return made
 
 
-def render_text(template: str, **values: object) -> str:
+def fill_template(template: str, **values: object) -> str:
     """The text of a template, without a line break at its end.
 
     Args:
-        template: its file in the package, such as `tuning/templates/tune.jinja`.
+        template: its file in the package, such as `export/templates/vllm.jinja`.
     """
     return _templates().get_template(template).render(values).rstrip("\n")
 

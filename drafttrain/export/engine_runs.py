@@ -47,7 +47,7 @@ from drafttrain.target import Target, resolve_dtype
 from drafttrain.target.generation import LogitsRules
 from drafttrain.target.loading import check_loaded, load_language_model, loading
 from drafttrain.target.sight import ImagePrompt
-from drafttrain.texts import render_text
+from drafttrain.texts import fill_template
 
 SIDES = Path(__file__).with_name("engines")  # scripts for the engines' own environments
 # The line that ends a traceback.
@@ -156,7 +156,7 @@ class ServingEngine:
 
     def command(self, serving: Serving) -> str:
         """What to type to serve a drafter."""
-        return render_text(
+        return fill_template(
             f"export/templates/{self.template}",
             engine=self,
             serving=serving,
