@@ -45,6 +45,7 @@ profile_round --target {target} --drafter {head} --tree chain:2 --tokens 4 --pro
 # In processes of their own, which take seconds to start.
 APART = """
 bench_loss --tokens 8 --vocabulary 64 --hidden 16 --repeats 1
+bench_rounds --against {root} --target {target} --prompts 1 --tokens 4 --repeats 1 --dtype float32 --vocabulary 64
 bench_shell_memory --tokenizer {target} --hidden 128 --vocab 300 --draft-vocab 64 --length 12 --rows 2 --depths 1 --mlp 16
 bench_states_ahead --tokenizer {target} --hidden 32 --draft-vocab 64 --length 12 --rows 4 \
   --depths 1 --steps 2 --repeats 1 --delay 0.01
@@ -101,7 +102,7 @@ def check(command, tiny, tmp_path):
     """Asserts that a script writes its result."""
     output = tmp_path / "result.json"
     with contextlib.suppress(SystemExit):
-        run(*command.format(**tiny).split(), "--output", output)
+        run(*command.format(**tiny, root=ROOT).split(), "--output", output)
     assert load_json(output)
 
 
