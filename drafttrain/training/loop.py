@@ -35,10 +35,6 @@ from drafttrain.training.run import Training
 B = TypeVar("B")  # a micro-batch
 
 
-def _unchecked(norm: Tensor) -> None:
-    """Accepts any norm."""
-
-
 @dataclass
 class Learner(Generic[B]):
     """A model that learns, and how.
@@ -46,7 +42,7 @@ class Learner(Generic[B]):
     Attributes:
         loss: micro-batch -> its share of the step's loss.
         max_norm: longer gradients are clipped.
-        check: raises for a norm that is not finite, before the weights change.
+        check: raises for a norm that is not finite, before the weights change; None: any norm.
         syncs_each: exchange gradients after each micro-batch, which takes less memory.
     """
 
@@ -54,7 +50,7 @@ class Learner(Generic[B]):
     optimizer: Optimizer
     loss: Callable[[B], Tensor]
     max_norm: float = math.inf
-    check: Callable[[Tensor], None] = _unchecked
+    check: Callable[[Tensor], None] | None = None
     accelerator: Accelerator | OneProcess = field(default_factory=OneProcess)
     syncs_each: bool = False
 
@@ -96,7 +92,8 @@ def take_steps(learner: Learner[B], steps: Iterable[Sequence[B]]) -> Iterator[Ta
         seconds = time.perf_counter() - began
 
         norm = accelerator.clip_grad_norm_(learner.model.parameters(), learner.max_norm)
-        learner.check(norm)
+        if learner.check is not None:
+            learner.check(norm)
         learner.optimizer.step()
         learner.model.zero_grad()
         yield Taken(losses, norm, seconds)
