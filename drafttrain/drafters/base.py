@@ -302,6 +302,10 @@ class Drafter(NamedDrafter):
         """What results record about how the drafter was bound, by key; empty by default."""
         return {}
 
+    def implementation(self, spec: TreeSpec) -> str:
+        """What drafts trees of a spec where the drafter is, and why nothing faster does."""
+        return "looked up, without weights"
+
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
         """Returns a session for a new sequence.
 

@@ -197,15 +197,21 @@ def evaluate(
                 settings.assistant,
                 settings.trust_remote_code,
             )
-        records = measure(plan, questions, others, saved)
-
+        implementation = {"target": target.implementation}
         fit: Json = {}
         if drafter is not None:
-            fit = parts_of(drafter)[0].fit()
+            first = parts_of(drafter)[0]
+            implementation["drafter"] = first.implementation(spec)
+            fit = first.fit()
+        for name, runs in implementation.items():
+            print(f"{name}: {runs}")
+        records = measure(plan, questions, others, saved)
+
         results = {
             **describe_run(),
             **head,
             **fit,
+            "implementation": implementation,
             "command": command_line(),
             "tree_search": tree_search,
             "overall": summarize(records),

@@ -414,6 +414,22 @@ class Target:
                 self._hooked.clear()
         return self
 
+    @property
+    def implementation(self) -> str:
+        """What a pass over packed rows runs, and why nothing faster does."""
+        if self.decoding_path == "snapshot":
+            return f"its own forward and cache ({self.reason})"
+        if isinstance(self._native, NativeBody):
+            return "all layers in one C call"
+        if isinstance(self._native, FusedBody):
+            return "fused kernels between its products"
+        lacks = "fused kernels lack its layers"
+        if self.device.type == "cpu":
+            lacks = "the C kernels lack its layers"
+            if cpu_kernels() is None:
+                lacks = "no C kernels could be built"
+        return f"transformers' modules ({lacks})"
+
     def _shrink(self) -> None:
         """Frees half of the plain weights whose packed copies the native body reads."""
         for module in self.body.modules():

@@ -47,10 +47,20 @@ def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options, e
             DraftStep, name, lambda *args, f=function, word=word: calls.append(word) or f(*args)
         )
     target = make_target(hidden=64)
-    check_parity(
-        lambda: make_kind(kind, target, torch.arange(40, 240), shake=True, **options), target
-    )
+    made = []
+
+    def make():
+        made.append(make_kind(kind, target, torch.arange(40, 240), shake=True, **options))
+        return made[-1]
+
+    check_parity(make, target)
     assert " ".join(calls) == expected, "both times that tokens were committed, and the tree"
+    _, plain, packed = made
+    spec = TreeSpec.parse("chain:3")
+    assert plain.implementation(spec).startswith("passes module by module, ")
+    how = "trees in one C call" if expected.endswith("trees") else "a C call per pass, "
+    assert packed.implementation(spec).startswith(how)
+
 
 
 WINDOWS = {

@@ -73,6 +73,7 @@ def test_results_hold_what_was_measured(command, tmp_path, capsys):
     } <= (results.keys())
     assert (results["kind"], results["dtype"], results["tree_search"]) == ("ngram", "float32", None)
     assert results["decoding"]["tree"]["spec"] == "chain:3"
+    assert results["implementation"].keys() == {"target", "drafter"}
     overall = results["overall"]
     assert overall["prompts"] == 4
     assert list(results["categories"]) == ["chat", "code"]

@@ -210,6 +210,10 @@ class BlockDrafter(DecoderDrafter):
             min(self.windows),
         )
 
+    @property
+    def steps_in_c(self) -> bool:
+        return self.draft_step is not None
+
     def first_states(self, count: int) -> Tensor | None:
         """[count, .] what paths begin with, for kinds that read more of a path than its last token."""
         return None

@@ -45,6 +45,7 @@ from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.losses import SharedHead, TargetRows, linear_divergence
 from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights, kernel_of
+from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.path_attention import PathAttention
 from drafttrain.target import Target
 
@@ -470,19 +471,41 @@ class LayerDrafter(DecoderDrafter):
 
         return self.predict(reads, width), ask
 
+    @property
+    def steps_in_c(self) -> bool:
+        return bool(self.draft_steps)
+
+    def kernel_lacks(self, spec: TreeSpec) -> str:
+        shape = tree_shape(spec)
+        if not self.draft_steps or self.embed_table is None:
+            if cpu_kernels() is None:
+                return "no C kernels could be built"
+            return "the C kernels lack its layers"
+        if len(self.draft_steps) > 1:
+            return "its depths have layers of their own"
+        if DraftHead.of(self.head) is None:
+            return "the C kernels lack its head"
+        if spec.sampled:
+            return "drawn tokens need all logits"
+        if shape is None:
+            return f"no C call grows {spec.shape}"
+        if shape.opens > OPENED:
+            return f"a C call opens {OPENED} nodes at most"
+        return ""
+
     def grow_by_kernel(
         self,
         sessions: Sessions,
         spec: TreeSpec,
         roots: Tensor,
     ) -> list[TokenTree] | None:
-        shape = tree_shape(spec)
-        table = self.embed_table
-        if shape is None or table is None or len(self.draft_steps) != 1 or shape.opens > OPENED:
+        # Tokens that joined the vocabulary need all logits too.
+        if self.kernel_lacks(spec) or any(session.text for session in sessions):
             return None
         head = DraftHead.of(self.head)
-        if head is None or any(session.text for session in sessions):
-            return None
+        shape = tree_shape(spec)
+        table = self.embed_table
+        assert head is not None and shape is not None and table is not None
         step = self.draft_steps[0]
         placed = HostPlaces(sessions, shape.depth).roots().placed(step, room=shape.opens - 1)
         if placed is None:

@@ -386,6 +386,24 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         """Greedy trees below roots [R, ...] by one C call; None where it does not apply."""
         return None
 
+    def kernel_lacks(self, spec: TreeSpec) -> str:
+        """Why no C call grows the trees of a spec; empty where one does."""
+        return f"no C call grows those of {self.kind}"
+
+    @property
+    def steps_in_c(self) -> bool:
+        """Whether a pass on a CPU is a C call."""
+        return False
+
+    def implementation(self, spec: TreeSpec) -> str:
+        if self.kept_ids.device.type != "cpu":
+            return "static steps, in CUDA graphs" if self.static else "passes module by module"
+        lacks = self.kernel_lacks(spec)
+        if not lacks:
+            return "trees in one C call"
+        passes = "a C call per pass" if self.steps_in_c else "passes module by module"
+        return f"{passes}, trees grown in Python ({lacks})"
+
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
         return JointSession(self, TreeCache(0))
 

@@ -328,6 +328,9 @@ class DraftModel(TrainableDrafter):
         self.keep_saved()
         self.runner.pack()
 
+    def implementation(self, spec: TreeSpec) -> str:
+        return self.runner.implementation
+
     def as_target(self) -> Target:
         """A frozen copy with only the ids that both vocabularies have.
 

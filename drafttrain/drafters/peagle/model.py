@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from drafttrain.batch import Batch, anchors_by_depth
 from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.rows import Ask, Children, Places
+from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.eagle3.model import Eagle3, Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.target import Target
@@ -111,8 +112,8 @@ class PEagle(Eagle3):
         depths = reads.shape[1]
         return every.every(depths, 0), lambda nodes: every.every(depths, nodes.depth)
 
-    def grow_by_kernel(self, *_: object) -> None:
-        """No C call grows trees whose depths are all known."""
+    def kernel_lacks(self, spec: TreeSpec) -> str:
+        return "all depths come from one pass"
 
 
 KIND = PEagle
