@@ -19,7 +19,7 @@ SMALLER = {  # flags behind a command, so that it takes seconds
     "generate": ["--max-new-tokens", "16"],
     "eval": ["--max-new-tokens", "8", "--baselines", "autoregressive"],
     "train": ["max_steps=2", "decode_prompts=1", "decode_tokens=8"],
-    "tune": ["--prompts", "2", "--max-new-tokens", "8", "--repeats", "1"],
+    "tune": ["--prompts", "2", "--max-new-tokens", "16", "--repeats", "1"],
 }
 
 

@@ -81,7 +81,8 @@ def alone(tiny, tmp_path_factory):
 
 
 def check(ours, alone) -> None:
-    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(alone[0]), rtol=1e-4, atol=1e-4)
+    # Losses and norms of gradients by step: sums in another order differ a little more at each.
+    torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(alone[0]), rtol=5e-4, atol=1e-4)
     assert ours[1].keys() == alone[1].keys()
     for name, weight in alone[1].items():
         torch.testing.assert_close(
