@@ -90,6 +90,7 @@ WITHOUT_EFFECT = {
     "prefetch_gb",
     "cache_gb",
     "trust_remote_code",
+    "gradient_checkpointing",
     "report_to",
     "run_name",
     "project",

@@ -51,13 +51,14 @@ SMALL = {
 SIZES = {
     "eagle3": "drafter.draft_vocab_size=128 drafter.num_key_value_heads=1",
     "quickstart": "drafter.draft_vocab_size=128 drafter.num_key_value_heads=1 drafter.intermediate_size=64",
-    "draft_model": "drafter.layers=[0,1]",
+    "draft_model": "init=target drafter.layers=[0,1]",
 }
 # What cannot run here, by a pattern of the command's line.
 LEFT_OUT = {
     r"^(?!drafttrain )": "another program",
     r"\.\.\.|\[|\bTARGET\b|\bRECIPE\b|\bCOMMAND\b|USER/": "a reader fills it in",
-    r"--url|--server |target_url=|bench-server|train qwen3-235b": "needs a server",
+    r"--url|--server |target_url=|bench-server|train qwen3-235b|journal.jsonl": "needs a server",
+    r"\bruns/see/": "needs the target that eval/bench_images.py trains",
     r"serve-target|--backend vllm|--engine(-python| (?!none|transformers))|--engine-python": "needs an engine",
     r"--device cuda|--device-map|target_device_map|sequence_parallel": "needs several processes or GPUs",
     r"drafttrain fetch|--checkpoint (?!runs/)\w[\w-]*/": "needs a network",
@@ -138,6 +139,8 @@ def small(line: str) -> list[str]:
     line = re.sub(
         r"--source magpie|--max-prompt-tokens \d+", "--source file --input chats.jsonl", line
     )
+    # Nor has it a template with variables.
+    line = re.sub(r"--chat-template-kwargs '.*?'", "", line)
     line = re.sub(r"--suite (?:mt_bench|humaneval)", "--suite heldout.jsonl", line)
     line = line.replace(
         "target=T data=D output_dir=O", "target=smollm2-135m data=runs/data output_dir=runs/o"
@@ -184,7 +187,8 @@ def make_folder(folder: Path) -> None:
     shutil.copytree(FIXTURES / "target", folder / "target")  # as the small head's config names it
     shutil.copy(FIXTURES / "suite.jsonl", folder / "heldout.jsonl")
     prompt = {"id": "one", "text": "One river"}
-    (folder / "runs" / "llama-3.1-8b" / "ultrachat.jsonl").write_text(json.dumps(prompt) + "\n")
+    for name in ("llama-3.1-8b/ultrachat.jsonl", "qwen3-8b/prompts.jsonl"):
+        (folder / "runs" / name).write_text(json.dumps(prompt) + "\n")
     (folder / "corpus.txt").write_text("One river.\nTwo rivers.\n" * 40)
     for name in ("smollm2-135m", "gemma3-270m"):
         shutil.copytree(FIXTURES / "target", folder / ".cache" / "models" / name)
