@@ -497,6 +497,9 @@ def record_proofs(
     parts = dict(target.body.named_children())
     if not {"rotary_emb", "norm"} <= parts.keys():
         return None
+    # Layers of several streams hold states that are no features, so the forwards below would fail.
+    if None in map(LayerParts.of, target.layers):
+        return None
     rotary = RotaryTables(parts["rotary_emb"])
     proofs = []
     longest = target.max_positions or 4096
