@@ -275,8 +275,9 @@ def prove_own(target: ProvenModel) -> float:
         shapes = {tuple(x.shape[:2]) for x in (rows.last_hidden, rows.features, own)}
         if shapes != {(2, n)} or rows.last_hidden.shape[2] != target.hidden_size:
             raise ValueError(f"{n} tokens have states and logits of {sorted(shapes)}")
-    except UserError:
-        raise
+    except UserError as error:  # layers whose states are no features
+        fault = f"has layers without a state per token ({str(error).partition(';')[0]})"
+        raise unsupported(target, fault) from error
     # The forward looks up each layer's states by its number.
     except KeyError as error:
         fault = f"does not run its layer {error} on text"

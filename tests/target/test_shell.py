@@ -119,8 +119,9 @@ def check_family(name, tmp_path):
         shell, line = shell_or_line(folder)
         if shell is None:
             assert len(line.splitlines()) == 1
-            # Gemma 3n's and DeepSeek-V4's states are four streams, Inkling's states pass more than one norm.
-            assert target is None or name in ("gemma3n_text", "deepseek_v4", "inkling2_text")
+            # The first three have streams of states, Inkling's states pass more than one norm.
+            streams = ("gemma3n_text", "deepseek_v4", "hy_v4")
+            assert target is None or name in (*streams, "inkling2_text")
         elif target is not None:
             assert_same(shell, Target.wrap(model, shell.tokenizer, folder), PROMPT[None])
         if name in CHEAP:
