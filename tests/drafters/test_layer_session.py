@@ -62,7 +62,6 @@ def test_the_kernel_for_a_depth_is_the_one_forward(monkeypatch, kind, options, e
     assert packed.implementation(spec).startswith(how)
 
 
-
 WINDOWS = {
     "eagle3": {"sliding_window": 6, "num_hidden_layers": 2},
     "peagle": {"sliding_window": 8},
