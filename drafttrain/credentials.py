@@ -14,7 +14,9 @@ HIDDEN = "***"
 # Names of settings, flags, query fields and environment variables whose values are secret. Not
 # "eos_token", "max_tokens", "key".
 _WORDS = r"(?:api|access|auth|bearer|github|hf|hub|private|refresh|secret|session|wandb)"
-_NAME = rf"(?:[\w-]*[_-])?(?:{_WORDS}[_-]?(?:key|token)(?:_?id)?|pass(?:word|wd|phrase)|secret|credentials?)|token|pwd"
+_NAME = rf"(?:[\w-]*[_-])?(?:{_WORDS}[_-]?(?:key|token)(?:_?id)?|pass(?:word|wd|phrase)|secret|credentials?)"
+# Behind another word a token is mostly one of a text: "first drafted token: 0.58".
+_NAME += r"|token(?=[\"']?\s*=)|(?<!\w )token|pwd"
 _SECRET_NAME = re.compile(rf"-{{0,2}}(?:{_NAME})", re.IGNORECASE)
 _VARIABLE = re.compile(r"(?:^|_)(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
 _NOTED: set[str] = set()  # names that `note_variable` was given

@@ -159,6 +159,7 @@ def test_values_of_secret_names_are_hidden_whatever_they_look_like(seed):
 def test_values_of_the_environment_are_hidden(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "just-my-own-word")
     monkeypatch.setenv("MY_SERVER_TOKEN", "shorter1")
+    assert redact("with token=abcd, {'token': 'abcd'}") == "with token=***, {'token': '***'}"
     assert redact("the server said: just-my-own-word? shorter1!") == "the server said: ***? ***!"
 
 
@@ -171,6 +172,7 @@ def test_values_of_the_environment_are_hidden(monkeypatch):
         "key='chain:3' must be one of a, b, c",
         "sha256 is b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "drafttrain eval --drafter runs/drafter --output results.json",
+        "first drafted token: 0.58 right on held-out training data, 0.31 accepted here",
     ],
 )
 def test_ordinary_errors_stay_as_they_are(text):
