@@ -84,7 +84,7 @@ def whole(tiny, tmp_path_factory):
         assert main(["train", *recipe(folder, tiny, report_to="wandb")]) == 0
         import wandb
 
-        wandb.finish()
+        wandb.teardown()  # waits for the process that writes the file
     return folder, said.getvalue()
 
 
