@@ -468,7 +468,7 @@ class ShardWriter:
 
 
 def stored_features(root: Path) -> Json | None:
-    """Settings of a data set's stored states: {"layers", "dtype", "top_k"}; None if it has none.
+    """Settings of a data set's stored states: layers, dtype, top_k, target; None if it has none.
 
     `drafttrain features` writes its own description; `drafttrain generate --features` notes them in
     meta.json.
@@ -476,12 +476,13 @@ def stored_features(root: Path) -> Json | None:
     Raises UserError: a damaged description.
     """
     path = root / "features" / "features.json"
+    meta = read_meta(root)
+    held: Json | None = meta.get("features")
     if path.exists():
-        return {"top_k": 0, **read_json(path, "data", _STATES_FIX, StoredStates)}
-    held = read_meta(root).get("features")
-    if held:
-        return {"top_k": 0, **held}
-    return None
+        held = read_json(path, "data", _STATES_FIX, StoredStates)
+    if not held:
+        return None
+    return {"top_k": 0, "target": meta["target"], **held}
 
 
 @dataclass
@@ -533,9 +534,7 @@ class FeatureStore:
         if not set(feature_layers) <= available:
             return None
 
-        target = held.get("target")
-        if target is None:
-            target = read_meta(root)["target"]
+        target = held["target"]
         width = target["hidden_size"]
         columns = None
         if list(feature_layers) != layers:

@@ -258,26 +258,24 @@ def describe(
         UserError: they were not.
     """
     wanted = {
+        "target": target.identity(),
         "layers": list(layers),
         "dtype": dtype,
         "top_k": args.top_k,
         "max_length": args.max_length,
     }
     # A setting that an earlier version did not write had its default.
-    held = dict(wanted)
-    for key, value in (stored_features(root) or {}).items():
-        if key in wanted:
-            held[key] = value
-    changed = first_change(held, wanted)
+    held = {**wanted, **(stored_features(root) or {})}
+    held["target"] = held["target"]["name"]
+    changed = first_change({key: held[key] for key in wanted}, {**wanted, "target": target.name})
     if changed and any((root / "features").glob("part-*.safetensors")):
         raise UserError(
             f"data={args.data!r} holds features with {changed}; use the same, or replace them: "
             "--overwrite"
         )
-    described = {"target": target.identity(), **wanted}
     if dtype != args.store_dtype:
-        described["asked_dtype"] = args.store_dtype
-    write_json(root / "features" / "features.json", described)
+        wanted["asked_dtype"] = args.store_dtype
+    write_json(root / "features" / "features.json", wanted)
 
 
 def computed(origin: Online, rows: list[Row]) -> Iterator[tuple[Row, RowStates]]:

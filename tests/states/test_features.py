@@ -103,11 +103,14 @@ def test_few_likeliest_tokens_come_close(data, target_dir):
 
 @pytest.mark.thorough
 def test_other_settings_and_full_disks_are_refused_before_anything_is_written(
-    data, capsys, monkeypatch
+    data, target_dir, capsys, monkeypatch
 ):
     assert extract(data) == 0
     assert extract(data, "--top-k", "4") == 2
     assert "holds features with top_k=0, this run has top_k=4" in capsys.readouterr().err
+    other = shutil.copytree(target_dir, target_dir.with_name("tuned"))
+    assert extract(data, "--target", str(other)) == 2
+    assert f"this run has target={str(other)!r}; use the same" in capsys.readouterr().err
     shutil.rmtree(data / "features")
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1000))
