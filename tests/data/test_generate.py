@@ -425,6 +425,7 @@ def test_existing_conversations_keep_their_answers(target_dir, tmp_path, capsys)
     assert generate(target_dir, path, tmp_path / "out", *options) == 0
     said = capsys.readouterr().out
     assert "3 of 4 conversations" in said
+    assert "33.3 % truncated at --max-length: raise it" in said
     assert "answer beyond max length 1" in said
     records = {row["id"]: row for row in load_records(tmp_path / "out")}
     tokenizer = Target.load(str(target_dir)).tokenizer

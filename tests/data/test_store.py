@@ -150,7 +150,9 @@ def test_the_lines_of_all_writers_are_counted(tmp_path):
             "w"
         ) as other:  # another writer's order of keys and spaces
             other.write(
-                json.dumps({"source": "", **record("f")}) + "\n\n" + json.dumps(record("g"))[:-3]
+                json.dumps({"source": "", **record("f")})
+                + f"\n\n{json.dumps(record('d'))}\n"
+                + json.dumps(record("g"))[:-3]
             )
         assert store.done_ids() == {row["id"] for row in odd} | {"e", "f"}
         assert store.finish() == {
