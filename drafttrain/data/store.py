@@ -442,12 +442,8 @@ class ShardWriter:
         for name, tensor in tensors.items():
             self.pending[f"{key}/{name}"] = tensor.contiguous()
             self._bytes += tensor.nbytes
-        if self.full:
+        if self._bytes >= self.shard_bytes:
             self.flush()
-
-    @property
-    def full(self) -> bool:
-        return self._bytes >= self.shard_bytes
 
     def flush(self) -> None:
         """Writes the pending tensors as a shard. Raises UserError: the disk is full."""

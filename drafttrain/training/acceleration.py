@@ -55,15 +55,9 @@ def accelerator_of(args: TrainingArguments, drafter: TrainableDrafter) -> Accele
     micro-batches itself.
     """
     options = args.accelerator_config.to_dict()  # type: ignore[union-attr]
-    accumulation = options["gradient_accumulation_kwargs"] or {}
-    data = DataLoaderConfiguration(
-        split_batches=options["split_batches"],
-        dispatch_batches=options["dispatch_batches"],
-        even_batches=options["even_batches"],
-        use_seedable_sampler=options["use_seedable_sampler"],
-        data_seed=args.data_seed,
-        non_blocking=options["non_blocking"],
-    )
+    accumulation = options.pop("gradient_accumulation_kwargs") or {}
+    # What is left is of the loaders.
+    data = DataLoaderConfiguration(**options, data_seed=args.data_seed)
     with one_line("accelerator_config, bf16, fp16, ddp_*"):
         plugin = GradientAccumulationPlugin(num_steps=1, **accumulation)
         accelerator = Accelerator(

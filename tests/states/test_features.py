@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from drafttrain import cli
 from drafttrain.batch import Batch
 from drafttrain.cli import main
 from drafttrain.data.loader import collate, training_rows
-from drafttrain.data.store import FeatureStore, Share, load_records
+from drafttrain.data.store import FeatureStore, ShardWriter, Share, load_records
 from drafttrain.drafters.base import StepInputs
 from drafttrain.errors import UserError
 from drafttrain.files import write_jsonl
@@ -186,7 +187,7 @@ def test_states_from_a_server_are_those_of_the_local_backend(
 def test_a_server_that_fails_for_good_keeps_what_was_stored_and_the_next_run_goes_on(
     data, server, monkeypatch, capsys
 ):
-    monkeypatch.setattr(features.ShardWriter, "full", True)
+    monkeypatch.setattr(features, "ShardWriter", partial(ShardWriter, shard_bytes=1))
     monkeypatch.setattr(served, "_IN_FLIGHT", 1)
     server.faults.extend([""] * 5)  # a proof and three rows
     server.always = "400"
