@@ -45,7 +45,7 @@ from drafttrain.evaluation.held_out import judged_rows
 from drafttrain.evaluation.resampling import FEWEST, lengths_ratio
 from drafttrain.files import Json, check_json, read_jsonl, replacing, violation, write_json, writing
 from drafttrain.flags import load_target
-from drafttrain.folders import PARTIAL, OutputFolder, check_folder, inputs_of
+from drafttrain.folders import PARTIAL, OutputFolder, inputs_of
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
 from drafttrain.serving.prometheus import FiguresPage
@@ -691,7 +691,6 @@ def run(args: argparse.Namespace) -> int:
     if args.metrics and not args.watch:
         raise UserError(f"metrics={args.metrics!r} goes with --watch; give that too, or drop it")
     place = args.output or f"{str(first).rstrip('/')}-adapted"
-    check_folder(place, "adapt", inputs_of(args))
     with contextlib.suppress(OSError):
         # `nice(0)` tells the present priority; one that is lower already stays.
         os.nice(max(0, _NICE - os.nice(0)))
