@@ -72,6 +72,13 @@ _STAGE_ROWS = 64  # answers of a stage
 _RECORDED = 50  # rounds and unusable lines in the state
 _FIRST_DATA = 2**40  # first index of rows of the first data; below are numbers of answers
 _FIX = "delete the file to begin again"
+# Flags that mean something with another one only.
+_TOGETHER = {
+    "server": "watch",
+    "metrics": "watch",
+    "api_key_env": "server",
+    "states_dir": "target_url",
+}
 
 
 class _Answer(TypedDict):
@@ -686,10 +693,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"log={args.log!r}: no such file or folder; see the forms of a log in docs/how-to/adapt.md"
         )
-    if args.server and not args.watch:
-        raise UserError(f"server={args.server!r} goes with --watch; give that too, or drop it")
-    if args.metrics and not args.watch:
-        raise UserError(f"metrics={args.metrics!r} goes with --watch; give that too, or drop it")
+    for key, other in _TOGETHER.items():
+        given = vars(args)[key]
+        if given and not vars(args)[other]:
+            flag = other.replace("_", "-")
+            raise UserError(f"{key}={given!r} goes with --{flag}; give that too, or drop it")
     place = args.output or f"{str(first).rstrip('/')}-adapted"
     with contextlib.suppress(OSError):
         # `nice(0)` tells the present priority; one that is lower already stays.
