@@ -475,7 +475,7 @@ def stored_features(root: Path) -> Json | None:
     meta = read_meta(root)
     held: Json | None = meta.get("features")
     if path.exists():
-        held = read_json(path, "data", _STATES_FIX, StoredStates)
+        held = {**read_json(path, "data", _STATES_FIX, StoredStates)}
     if not held:
         return None
     return {"top_k": 0, "target": meta["target"], **held}
