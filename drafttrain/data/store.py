@@ -514,7 +514,8 @@ class FeatureStore:
             with open_tensors(shard, "data", _SHARD_FIX) as file:
                 # Keys are "ID/features", "ID/last_hidden", ...
                 for key in file.keys():  # noqa: SIM118 - safe_open is not a dict
-                    self._where[key.rsplit("/", 1)[0]] = shard
+                    # Of a conversation that two processes answered, as of its rows: the first.
+                    self._where.setdefault(key.rsplit("/", 1)[0], shard)
 
     @staticmethod
     def open(directory: str | Path, feature_layers: Sequence[int]) -> FeatureStore | None:

@@ -214,6 +214,15 @@ def test_features_appear_with_their_records(tmp_path):
     )
 
 
+def test_a_conversation_that_two_processes_answered_has_the_states_of_its_row(tmp_path):
+    for rank in (1, 0):
+        with Store(tmp_path, META, rank) as store:
+            store.add([{**record("a"), "source": str(rank)}], [states(rank)])
+    assert load_records(tmp_path)["source"] == ["0"]
+    found = FeatureStore.open(tmp_path, (1, 2)).get("a")
+    assert torch.equal(found["features"], states(0)["features"])
+
+
 def test_torn_shard_is_not_there(tmp_path):
     store = Store(tmp_path, META)
     store.add([record("a")], [states(0)])
