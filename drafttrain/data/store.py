@@ -510,11 +510,13 @@ class FeatureStore:
         self._files: OrderedDict[Path, safe_open] = OrderedDict()
         self._opening = threading.Lock()
         self._where: dict[str, Path] = {}  # conversation -> shard
-        for shard in sorted((self.directory / "features").glob(_SHARDS)):
+        # A killed process may have left states without their row, which it makes anew; of rows that
+        # two processes made, the first counts.
+        shards = sorted((self.directory / "features").glob(_SHARDS), reverse=True)
+        for shard in sorted(shards, key=lambda path: path.name.rpartition("-")[0]):
             with open_tensors(shard, "data", _SHARD_FIX) as file:
                 # Keys are "ID/features", "ID/last_hidden", ...
                 for key in file.keys():  # noqa: SIM118 - safe_open is not a dict
-                    # Of a conversation that two processes answered, as of its rows: the first.
                     self._where.setdefault(key.rsplit("/", 1)[0], shard)
 
     @staticmethod

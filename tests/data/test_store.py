@@ -217,6 +217,8 @@ def test_features_appear_with_their_records(tmp_path):
 def test_a_conversation_that_two_processes_answered_has_the_states_of_its_row(tmp_path):
     for rank in (1, 0):
         with Store(tmp_path, META, rank) as store:
+            store.shards.add("a", **states(2))
+            store.shards.flush()  # and it was killed before it wrote the row
             store.add([{**record("a"), "source": str(rank)}], [states(rank)])
     assert load_records(tmp_path)["source"] == ["0"]
     found = FeatureStore.open(tmp_path, (1, 2)).get("a")
