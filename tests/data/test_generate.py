@@ -381,6 +381,20 @@ def test_truncated_or_full_conversations_end(target):
     assert full.record(renderer)["spans"] == [[length, length + 2]]
 
 
+def test_an_answer_that_the_template_would_trim_stays_as_it_was_sampled(target):
+    tokenizer = target.tokenizer
+    tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "m['content'] | trim")
+    renderer = ChatRenderer(target)
+    turns = [[{"role": "user", "content": word}] for word in ("one", "two", "three")]
+    it = Conversation("a", "", turns)
+    it.open(renderer)
+    said = [*tokenizer(" so\n", add_special_tokens=False)["input_ids"], renderer.closing_id]
+    for _ in turns[1:]:
+        it.accept(said, "stop")
+        assert it.next_turn(renderer, 1000) is not None and not it.follows
+    assert [it.tokens[start:end] for start, end in it.spans] == [said, said]
+
+
 def test_turn_marker_that_is_no_eos_still_ends_responses(target):
     target.eos_ids = [3]
     renderer = ChatRenderer(target)
