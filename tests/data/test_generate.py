@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from drafttrain.data import conversation
+from drafttrain.data.chat import render_text
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.store import FeatureStore, Share, Store, load_records, read_meta
 from drafttrain.files import write_jsonl
@@ -383,7 +384,8 @@ def test_truncated_or_full_conversations_end(target):
 
 def test_an_answer_that_the_template_would_trim_stays_as_it_was_sampled(target):
     tokenizer = target.tokenizer
-    tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "m['content'] | trim")
+    trimmed = tokenizer.chat_template.replace("['content']", "['content'] | trim")
+    tokenizer.chat_template = trimmed
     renderer = ChatRenderer(target)
     turns = [[{"role": "user", "content": word}] for word in ("one", "two", "three")]
     it = Conversation("a", "", turns)
@@ -392,6 +394,7 @@ def test_an_answer_that_the_template_would_trim_stays_as_it_was_sampled(target):
     for _ in turns[1:]:
         it.accept(said, "stop")
         assert it.next_turn(renderer, 1000) is not None and not it.follows
+    assert " so\n" not in render_text(tokenizer, it.messages)
     assert [it.tokens[start:end] for start, end in it.spans] == [said, said]
 
 
