@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -129,6 +130,8 @@ def check_backend(args: argparse.Namespace, share: Share) -> None:
         )
     local = args.backend == "local"
     given = {"url": args.url, "states_dir": args.states_dir, "flags behind --": args.flags}
+    if args.engine_python != sys.executable:  # the default
+        given["engine_python"] = args.engine_python
     for key, value in given.items():
         if local and value:
             raise UserError(f"{key}={value!r} belongs to --backend vllm; give that too, or drop it")

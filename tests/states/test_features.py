@@ -226,6 +226,7 @@ def test_rounded_states_of_a_server_are_stored_as_they_are_and_said(data, server
     ("words", "message"),
     [
         (["--url", "http://h:1"], r"url=\['http://h:1'\] belongs to --backend vllm"),
+        (["--engine-python", __file__], "engine_python=.* belongs to --backend vllm"),
         (["--", "--port", "1"], r"flags behind --=\['--port', '1'\] belongs to --backend vllm"),
         (
             ["--backend", "vllm", "--target-device-map", "auto"],
