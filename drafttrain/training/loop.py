@@ -147,10 +147,10 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
         state.epoch = training.order.epochs(state.global_step)
 
         control = TrainerControl()
+        if run.budget is not None:  # first: it says anew which step is the last
+            run.budget.spend(state, control, args.device)
         flow.on_step_end(args, state, control)
         logs.tell("on_step_end")
-        if run.budget is not None:
-            run.budget.spend(state, control, args.device)
         logs.add(taken.losses, taken.seconds, rate)
         # The end of an epoch may be due for more, by the recipe's strategies.
         if control.should_training_stop or state.global_step % training.order.steps_per_epoch == 0:
