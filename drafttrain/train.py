@@ -259,12 +259,14 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     target = load_target(config, args, layers_needed(config, records))
     if records is None:
         return target, load_text(config.data, target, config.max_length)
-    check_data(
-        read_meta(config.data),
-        stored_features(Path(config.data).expanduser()),
-        target,
-        config.data,
-    )
+    features = stored_features(Path(config.data).expanduser())
+    check_data(read_meta(config.data), features, target, config.data)
+    if features and not config.target_url and features["target"]["name"] != target.name:
+        _say(
+            args,
+            f"note: the data's states are those of target {features['target']['name']!r}; if {target.name!r} has other "
+            "weights, store its own: drafttrain features --overwrite",
+        )
     if config.target_url or not isinstance(target, TargetShell):  # stored states need no reading
         records = readable_rows(records, target)
     if config.target_url:
