@@ -319,10 +319,12 @@ class Store:
                 self.append(row)
             return
         for row, tensors in zip(rows, states, strict=True):
-            self._held.append(row)
             self.shards.add(row["id"], **tensors)
             if not self.shards.pending:
-                self._append_held()
+                self._append_held()  # of earlier conversations; this one's rows stay together
+        self._held += rows
+        if not self.shards.pending:
+            self._append_held()
 
     @property
     def shards(self) -> ShardWriter:

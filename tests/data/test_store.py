@@ -225,6 +225,15 @@ def test_a_conversation_that_two_processes_answered_has_the_states_of_its_row(tm
     assert torch.equal(found["features"], states(0)["features"])
 
 
+def test_rows_of_a_conversation_wait_for_the_states_of_its_last_one(tmp_path):
+    with Store(tmp_path, META) as store:
+        store.shards.shard_bytes = 240  # two rows of 120 bytes
+        store.add([record("a")], [states(0)])
+        store.add([{**record("b/0"), "part": 0}, record("b")], [states(1), states(2)])
+        assert store.done_ids() == {"a"}
+    assert load_records(tmp_path)["id"] == ["a", "b/0", "b"]
+
+
 def test_torn_shard_is_not_there(tmp_path):
     store = Store(tmp_path, META)
     store.add([record("a")], [states(0)])
