@@ -45,7 +45,7 @@ from drafttrain.evaluation.held_out import judged_rows
 from drafttrain.evaluation.resampling import FEWEST, lengths_ratio
 from drafttrain.files import Json, check_json, read_jsonl, replacing, violation, write_json, writing
 from drafttrain.flags import load_target
-from drafttrain.folders import PARTIAL, OutputFolder, check_folder, inputs_of
+from drafttrain.folders import PARTIAL, OutputFolder, inputs_of
 from drafttrain.outcome import conclude, next_command
 from drafttrain.progress import counted
 from drafttrain.serving.prometheus import FiguresPage
@@ -72,6 +72,13 @@ _STAGE_ROWS = 64  # answers of a stage
 _RECORDED = 50  # rounds and unusable lines in the state
 _FIRST_DATA = 2**40  # first index of rows of the first data; below are numbers of answers
 _FIX = "delete the file to begin again"
+# Flags that mean something with another one only.
+_TOGETHER = {
+    "server": "watch",
+    "metrics": "watch",
+    "api_key_env": "server",
+    "states_dir": "target_url",
+}
 
 
 class _Answer(TypedDict):
@@ -686,12 +693,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"log={args.log!r}: no such file or folder; see the forms of a log in docs/how-to/adapt.md"
         )
-    if args.server and not args.watch:
-        raise UserError(f"server={args.server!r} goes with --watch; give that too, or drop it")
-    if args.metrics and not args.watch:
-        raise UserError(f"metrics={args.metrics!r} goes with --watch; give that too, or drop it")
+    for key, other in _TOGETHER.items():
+        given = vars(args)[key]
+        if given and not vars(args)[other]:
+            flag = other.replace("_", "-")
+            raise UserError(f"{key}={given!r} goes with --{flag}; give that too, or drop it")
     place = args.output or f"{str(first).rstrip('/')}-adapted"
-    check_folder(place, "adapt", inputs_of(args))
     with contextlib.suppress(OSError):
         # `nice(0)` tells the present priority; one that is lower already stays.
         os.nice(max(0, _NICE - os.nice(0)))

@@ -36,7 +36,6 @@ Gigabytes = Annotated[float, Field(ge=0, le=1e6)]
 Urls = Annotated[
     AnyText | tuple[AnyText, ...], Field(description="an address or a list of addresses")
 ]
-MostSteps = Annotated[int, Field(ge=-1, le=10**9)]
 Epochs = Annotated[float, Field(ge=1e-6, le=1e6)]
 Interval = Annotated[float, Field(ge=1e-6, le=1e9)]
 LearningRate = Annotated[float, Field(ge=0, le=100)]
@@ -142,7 +141,7 @@ class TrainerKeys:
     """
 
     learning_rate: LearningRate = key(5e-5, "highest learning rate")
-    max_steps: MostSteps = key(-1, "optimizer steps; -1 trains num_train_epochs")
+    max_steps: Literal[-1] | Count = key(-1, "optimizer steps; -1 trains num_train_epochs")
     num_train_epochs: Epochs = key(3.0, "passes over the data")
     per_device_train_batch_size: Count = key(8, "rows per device and micro-batch")
     per_device_eval_batch_size: Count = key(8, "rows per device in evaluations")

@@ -71,15 +71,16 @@ class ShippedRecipe(NamedTuple):
         if self.plan is None:
             return self.words
         run = self.plan["runs"][0]
-        where = f"{run['gpus']} x {run['gpu_memory']:g} GB"
-        return f"{self.plan['answers']:,} answers; {where}: {figures(run, self.plan['states'])}"
+        return (
+            f"{self.plan['answers']:,} answers; {_gpus(run)}: {figures(run, self.plan['states'])}"
+        )
 
     def cells(self) -> list[str]:
         """Its line of the list, by column; only name and words without a plan."""
         if self.plan is None:
             return [self.name, textwrap.shorten(self.words, 46, placeholder=" ...")]
         run = self.plan["runs"][0]
-        gpus = f"{run['gpus']} x {run['gpu_memory']:g} GB"
+        gpus = _gpus(run)
         if self.plan["states"] == "vllm":
             gpus += ", vLLM"
         return [
@@ -116,6 +117,10 @@ def figures(run: PlannedRun, states: str) -> str:
         gpu = "training GPU (vLLM has its own)"
     hours = ", ".join(f"{part} {_hours(hours)} h" for part, hours in run["hours"].items())
     return f"{run['memory_gb']:.0f} GB per {gpu}, disk {_room(run['disk_gb'])}; {hours}"
+
+
+def _gpus(run: PlannedRun) -> str:
+    return f"{run['gpus']} x {run['gpu_memory']:g} GB"
 
 
 def _hours(hours: float) -> str:

@@ -20,7 +20,6 @@ if __name__ == "__main__":  # before torch loads, which takes seconds in which a
 
 import argparse
 import contextlib
-import itertools
 import json
 import signal
 import time
@@ -261,12 +260,14 @@ def load_target_and_records(config: TrainConfig, args: TrainingArguments) -> tup
     target = load_target(config, args, layers_needed(config, records))
     if records is None:
         return target, load_text(config.data, target, config.max_length)
-    check_data(
-        read_meta(config.data),
-        stored_features(Path(config.data).expanduser()),
-        target,
-        config.data,
-    )
+    features = stored_features(Path(config.data).expanduser())
+    check_data(read_meta(config.data), features, target, config.data)
+    if features and not config.target_url and features["target"]["name"] != target.name:
+        _say(
+            args,
+            f"note: the data's states are those of target {features['target']['name']!r}; if {target.name!r} has other "
+            "weights, store its own: drafttrain features --overwrite",
+        )
     if config.target_url or not isinstance(target, TargetShell):  # stored states need no reading
         records = readable_rows(records, target)
     if config.target_url:
@@ -349,17 +350,18 @@ def layers_needed(config: TrainConfig, records: Dataset | None) -> str:
 
 def check_data(meta: Json, features: Json | None, target: Target, data: str) -> None:
     """Raises UserError if the data was written by a target with other token ids or states."""
-    recorded = meta.get("target") or {}
+    recorded = meta["target"]
     actual = target.identity()
-    # Data of earlier versions records no fingerprint.
-    if recorded.get("tokenizer") not in (None, actual["tokenizer"]):
+    if recorded["tokenizer"] != actual["tokenizer"]:
         raise UserError(
-            f"data={data!r} was tokenized for target {recorded.get('name')!r} (tokenizer {recorded['tokenizer']}), not for "
+            f"data={data!r} was tokenized for target {recorded['name']!r} (tokenizer {recorded['tokenizer']}), not for "
             f"{actual['name']!r} (tokenizer {actual['tokenizer']}); generate data with this target"
         )
-    stored = (features or {}).get("target") or recorded
+    if features is None:
+        return
+    stored = features["target"]
     for key in ("hidden_size", "num_layers"):
-        if features and stored.get(key, actual[key]) != actual[key]:
+        if stored[key] != actual[key]:
             raise UserError(
                 f"data={data!r} holds features of a target with {key}={stored[key]}, {actual['name']!r} has {actual[key]}; "
                 "store this target's: drafttrain features --overwrite"
@@ -573,9 +575,6 @@ def held_out_decoding(config: TrainConfig, run: Run, held_out: Dataset) -> Decod
                     config.decode_tokens,
                 )
 
-        # Rows that begin with an answer have no prompt to decode from.
-        answers = (row["index"] for row in held_out if row["spans"][0][0] > 0)
-        run.source.read_once(itertools.islice(answers, config.decode_prompts))
     else:
         count = config.decode_prompts
         prompts = first_prompts(held_out, count, target.max_positions, run.images)

@@ -295,6 +295,8 @@ def test_a_log_without_end_is_kept_in_part(served, tmp_path, capsys):
     ("more", "message"),
     [
         (["--metrics=9109"], "goes with --watch"),
+        (["--server=http://127.0.0.1:1"], "goes with --watch"),
+        (["--states-dir=/mnt/states"], "goes with --target-url; give that too"),
         (["--metrics=here", "--watch"], "metrics='here' cannot be listened to"),
         (["--drafter=/no/such"], "drafter='/no/such': no such folder"),
         (["--log=/no/such/log.jsonl"], "log='/no/such/log.jsonl': no such file or folder"),
@@ -467,15 +469,6 @@ def test_what_serves_is_noted_rarely_once_it_has_proved_itself(tmp_path, monkeyp
     times = [row["time"] - 1000 for row in served]
     assert times == [16, 32, 48, 349, 650, 951] and served[-1]["samples"] == 64
     assert served[0]["served_accepted_length"] == pytest.approx(1.0075, abs=1e-4)
-
-
-def test_a_server_needs_watch(
-    served,
-    tmp_path,
-    capsys,
-):
-    assert main(words(served, tmp_path / "out", "--server=http://127.0.0.1:1")) == 2
-    assert "goes with --watch" in capsys.readouterr().err
 
 
 def test_the_interval_is_paired_and_the_same_is_neither_better_nor_worse():

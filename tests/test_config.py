@@ -46,6 +46,7 @@ def test_overrides_reach_inside_and_read_numbers_as_people_write_them(tmp_path):
             "max_length='long' must be a whole number from 1 to 2147483647 .tokens used of a conversation.; the default is 2048",
         ),
         (GOOD + "drafter: 3\n", [], "drafter=3 must be key: value pairs"),
+        (GOOD, ["max_steps=0"], "max_steps=0 must be -1 or a whole number from 1 "),
         ("a: [1\n", [], "is not valid YAML"),
         ("- a\n", [], "must hold key: value lines, not list"),
     ],

@@ -12,6 +12,7 @@ Only the last answer of a line counts: a chat's earlier answers have lines of th
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import threading
@@ -246,7 +247,7 @@ class LogReader:
         if self.path.is_dir():
             files = self.path.glob("*.jsonl*")
         else:
-            files = self.path.parent.glob(f"{self.path.name}*")
+            files = self.path.parent.glob(f"{glob.escape(self.path.name)}*")
         found = [path for path in files if path.suffix not in _PACKED and path.is_file()]
         return sorted(found, key=lambda path: (path.stat().st_mtime, path.name))
 

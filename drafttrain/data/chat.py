@@ -58,22 +58,13 @@ class ChatInputs:
         Args:
             defaults: chat_template_kwargs for names that the row does not set.
         """
-        tools: Sequence[Json] = ()
-        if row.get("tools"):
-            tools = tuple(row["tools"])
-        kwargs: Json = {}
-        if defaults:
-            kwargs.update(defaults)
-        if row.get("chat_template_kwargs"):
-            kwargs.update(row["chat_template_kwargs"])
-        return ChatInputs(tools, kwargs)
+        kwargs = {**(defaults or {}), **(row.get("chat_template_kwargs") or {})}
+        return ChatInputs(tuple(row.get("tools") or ()), kwargs)
 
     @property
     def tool_list(self) -> list[Json] | None:
         """The tools as transformers takes them: None for none."""
-        if not self.tools:
-            return None
-        return list(self.tools)
+        return list(self.tools) or None
 
 
 NO_INPUTS = ChatInputs()
@@ -193,14 +184,6 @@ def _check_texts(
                 )
 
 
-def _content(message: Message) -> str | list[Json]:
-    """The message's text, or its parts; '' beside calls."""
-    content: str | list[Json] | None = message.get("content")
-    if content:
-        return content
-    return ""
-
-
 def _render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
@@ -237,7 +220,7 @@ def _for_template(message: Message, as_text: bool) -> Message:
         if value or key in ("role", "content"):
             made[key] = value
     # Templates join the content with other text, which None would break.
-    made["content"] = _content(message)
+    made["content"] = message.get("content") or ""
     if not as_text or "tool_calls" not in made:
         return made
 

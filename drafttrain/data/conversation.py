@@ -357,12 +357,7 @@ class Conversation(Transcript):
         if exact is not None and ("tool_calls" not in made or exact.startswith(so_far)):
             yield made
 
-    def rest(
-        self,
-        renderer: ChatRenderer,
-        max_length: int,
-        least: int = 1,
-    ) -> Conversation | None:
+    def rest(self, renderer: ChatRenderer, max_length: int) -> Conversation | None:
         """The conversation's next row, opened; None if no row follows.
 
         One follows where the template rewrites earlier turns, and where a turn brings new images.
@@ -381,7 +376,7 @@ class Conversation(Transcript):
         )
         # A row without room for a response is not begun.
         try:
-            self.follows = len(later.open(renderer)) + least <= max_length
+            self.follows = len(later.open(renderer)) < max_length
         except BadPicture:
             self.ended = "later_image_refused"
             self.follows = False

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from drafttrain.credentials import redact
+from drafttrain.errors import UserError
 from drafttrain.files import append_row, read_jsonl, replacing
 
 
@@ -72,12 +73,16 @@ class Failures:
         # Another run, or process, may have answered what failed here.
         for path in self.path.parent.glob("failed-*.jsonl"):
             left = {}  # the last failure of each conversation
-            for _, row in read_jsonl(path, growing=True):
-                key = str(row.get("id"))
-                if key not in done:
-                    left[key] = row
+            try:
+                for _, row in read_jsonl(path, growing=True):
+                    key = str(row.get("id"))
+                    if key not in done:
+                        left[key] = row
+            except UserError:
+                if path.exists():
+                    raise
             if not left:
-                path.unlink()
+                path.unlink(missing_ok=True)  # processes that end together all do this
             elif path == self.path:  # another process may be adding to its own
                 with replacing(path) as part:
                     part.write_text("".join(json.dumps(row) + "\n" for row in left.values()))

@@ -552,7 +552,8 @@ def report(
         )
     advice = ""
     if truncated >= 0.25:
-        advice = " at --max-new-tokens: raise it to keep their ends"
+        limit = "--max-length" if args.backend == "existing" else "--max-new-tokens"
+        advice = f" at {limit}: raise it to keep their ends"
     print(
         f"{args.output}: {counts['conversations']} of {counted(prompts, 'conversations')}, {counts['response_tokens']} response "
         f"tokens, mean {summary['mean_response_tokens']} a response, {100 * truncated:.1f} % truncated{advice}"

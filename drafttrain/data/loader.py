@@ -160,9 +160,10 @@ def load_text(data: str, target: Target, max_length: int) -> Dataset:
         held: list[int] = []
         for document in _documents(path):
             held += tokenizer(document, add_special_tokens=False)["input_ids"] + end
-            while len(held) >= max_length:
-                yield held[:max_length]
-                held = held[max_length:]
+            full = len(held) - len(held) % max_length
+            for begin in range(0, full, max_length):
+                yield held[begin : begin + max_length]
+            held = held[full:]
         if len(held) > len(end):
             yield held
 

@@ -136,11 +136,10 @@ class RecordedTranscript(Transcript):
         answer. The rest is then encoded separately, because the target generates its answer after a
         complete prompt.
         """
-        if self.images:  # whose placeholders the text does not repeat
-            ids = self.tokens
-        else:
+        ids: list[int] = []
+        if not self.images:  # whose placeholders the text does not repeat
             ids = encode(self.tokenizer, text)
-        if self.images or ids[: len(self.tokens)] != self.tokens:
+        if ids[: len(self.tokens)] != self.tokens:
             ids = self.tokens + text_ids(self.tokenizer, text[len(self.text) :])
         self.tokens = ids
         self.text = text

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             )
         counts["read"] = kept + sum(keep.dropped.values())
         counts["kept"] = kept
-        counts["dropped"] = dict(keep.dropped)
+        counts["dropped"] = dict(keep.dropped.most_common())
         # A run that is killed between the two leaves no prompts with the summary of other settings.
         if not replaces:
             write_json(summary, {"settings": settings, **counts})
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     if replaces:
         write_json(summary, {"settings": settings, **counts})
     partial.unlink(missing_ok=True)
-    _print_counts(counts, keep)
+    _print_counts(counts)
     conclude(counts, [args.output], _then(args))
     return 0
 
@@ -204,11 +204,11 @@ def _reasons(keep: Filter) -> str:
     return counts
 
 
-def _print_counts(counts: Json, keep: Filter) -> None:
+def _print_counts(counts: Json) -> None:
     table = Table("", "prompts")
     table.columns[1].justify = "right"
     table.add_row("read", str(counts["read"]))
-    for reason, count in keep.dropped.most_common():
+    for reason, count in counts["dropped"].items():
         table.add_row(f"dropped: {reason}", str(count), style="dim")
     table.add_row("kept", str(counts["kept"]), style="bold")
     plain_console().print(table)

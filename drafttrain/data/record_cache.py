@@ -116,6 +116,8 @@ class StoredIds:
 
     def _add(self, line: bytes, part: Path, number: int) -> None:
         found = parse_line(line, part, number, LINE_FIX, CountedLine)
+        if found["id"] in self.ids:  # several processes may answer the same prompt
+            return
         self.ids.add(found["id"])
         if "part" not in found:
             self._counts["conversations"] += 1

@@ -110,24 +110,24 @@ class WrittenPrompt(TypedDict):
 
 def collect(
     rows: Iterable[Json],
-    keep: Filter,
-    count: int | None,
+    request: Request,
     source: str,
     total: int = 0,
-    request: Request | None = None,
 ) -> Iterator[Json]:
-    """Yields the kept prompts of rows in any format of row_formats.py, at most `count`.
+    """Yields the kept prompts of rows in any format of row_formats.py, at most `args.count`.
+
+    A row with an image that cannot be used is dropped, and counted by the reason.
 
     Args:
         rows: a row's own "id" stays.
         source: name of the source, which every prompt carries.
         total: number of rows; 0 if unknown.
-        request: has the stores of images; None for a source of text. A row with an image that
-            cannot be used is dropped, and counted by the reason.
 
     Raises:
         UserError: an id that is neither text nor a number, or that two prompts have.
     """
+    keep = request.keep
+    count = request.args.count
     kept = 0
     ids = set[str]()
     with Progress("prompts", count, "prompts") as progress:
@@ -139,8 +139,6 @@ def collect(
             try:
                 prompt = parse_row(row)
                 if prompt is not None and sources_in(prompt.get("messages", ())):
-                    if request is None:
-                        raise BadPicture("image: no place", "this source takes text only")
                     messages = read_images(prompt["messages"], request.given.read)
                     pictures = images_in(messages)
                     prompt = {**prompt, "messages": with_names(messages)}
@@ -154,9 +152,8 @@ def collect(
                     keep.unread = unread
             elif keep.keeps(prompt):
                 kept += 1
-                if request is not None:
-                    for picture in pictures:
-                        request.kept.add(picture)
+                for picture in pictures:
+                    request.kept.add(picture)
                 key = stable_id(prompt)
                 if row.get("id") not in (None, ""):
                     key = row_id(row["id"], f"source={source}")
@@ -187,14 +184,7 @@ def file_prompts(request: Request) -> Iterator[Json]:
     check_row_file(args.input, "input", "give its folder as the data set: --source DIR")
     rows = RowFile(args.input, lambda row, _: row, line_starts(args.input))
     shuffled = rows.shuffled(args.seed)
-    return collect(
-        shuffled,
-        request.keep,
-        args.count,
-        args.input.name,
-        len(rows),
-        request,
-    )
+    return collect(shuffled, request, args.input.name, len(rows))
 
 
 def data_set_prompts(request: Request) -> Iterator[Json]:
@@ -202,7 +192,7 @@ def data_set_prompts(request: Request) -> Iterator[Json]:
     args = request.args
     columns = parse_columns(args.columns)
     rows = data_set_rows(args, columns)
-    return collect(rows, request.keep, args.count, args.source, request=request)
+    return collect(rows, request, args.source)
 
 
 def data_set_rows(args: argparse.Namespace, columns: dict[str, str]) -> Iterator[Json]:
@@ -279,14 +269,7 @@ def easy_vqa_prompts(request: Request) -> Iterator[Json]:
         )
     rows = easy_vqa_rows("train")
     random.Random(args.seed).shuffle(rows)
-    return collect(
-        rows,
-        request.keep,
-        args.count,
-        args.source,
-        len(rows),
-        request,
-    )
+    return collect(rows, request, args.source, len(rows))
 
 
 def easy_vqa_rows(split: str) -> list[Json]:

@@ -319,10 +319,12 @@ class Store:
                 self.append(row)
             return
         for row, tensors in zip(rows, states, strict=True):
-            self._held.append(row)
             self.shards.add(row["id"], **tensors)
             if not self.shards.pending:
-                self._append_held()
+                self._append_held()  # of earlier conversations; this one's rows stay together
+        self._held += rows
+        if not self.shards.pending:
+            self._append_held()
 
     @property
     def shards(self) -> ShardWriter:
@@ -442,12 +444,8 @@ class ShardWriter:
         for name, tensor in tensors.items():
             self.pending[f"{key}/{name}"] = tensor.contiguous()
             self._bytes += tensor.nbytes
-        if self.full:
+        if self._bytes >= self.shard_bytes:
             self.flush()
-
-    @property
-    def full(self) -> bool:
-        return self._bytes >= self.shard_bytes
 
     def flush(self) -> None:
         """Writes the pending tensors as a shard. Raises UserError: the disk is full."""
@@ -468,7 +466,7 @@ class ShardWriter:
 
 
 def stored_features(root: Path) -> Json | None:
-    """Settings of a data set's stored states: {"layers", "dtype", "top_k"}; None if it has none.
+    """Settings of a data set's stored states: layers, dtype, top_k, target; None if it has none.
 
     `drafttrain features` writes its own description; `drafttrain generate --features` notes them in
     meta.json.
@@ -476,12 +474,13 @@ def stored_features(root: Path) -> Json | None:
     Raises UserError: a damaged description.
     """
     path = root / "features" / "features.json"
+    meta = read_meta(root)
+    held: Json | None = meta.get("features")
     if path.exists():
-        return {"top_k": 0, **read_json(path, "data", _STATES_FIX, StoredStates)}
-    held = read_meta(root).get("features")
-    if held:
-        return {"top_k": 0, **held}
-    return None
+        held = {**read_json(path, "data", _STATES_FIX, StoredStates)}
+    if not held:
+        return None
+    return {"top_k": 0, "target": meta["target"], **held}
 
 
 @dataclass
@@ -513,11 +512,14 @@ class FeatureStore:
         self._files: OrderedDict[Path, safe_open] = OrderedDict()
         self._opening = threading.Lock()
         self._where: dict[str, Path] = {}  # conversation -> shard
-        for shard in sorted((self.directory / "features").glob(_SHARDS)):
+        # A killed process may have left states without their row, which it makes anew; of rows that
+        # two processes made, the first counts.
+        shards = sorted((self.directory / "features").glob(_SHARDS), reverse=True)
+        for shard in sorted(shards, key=lambda path: path.name.rpartition("-")[0]):
             with open_tensors(shard, "data", _SHARD_FIX) as file:
                 # Keys are "ID/features", "ID/last_hidden", ...
                 for key in file.keys():  # noqa: SIM118 - safe_open is not a dict
-                    self._where[key.rsplit("/", 1)[0]] = shard
+                    self._where.setdefault(key.rsplit("/", 1)[0], shard)
 
     @staticmethod
     def open(directory: str | Path, feature_layers: Sequence[int]) -> FeatureStore | None:
@@ -533,9 +535,7 @@ class FeatureStore:
         if not set(feature_layers) <= available:
             return None
 
-        target = held.get("target")
-        if target is None:
-            target = read_meta(root)["target"]
+        target = held["target"]
         width = target["hidden_size"]
         columns = None
         if list(feature_layers) != layers:

@@ -374,8 +374,8 @@ def compare(first: Json, second: Json) -> list[Json]:
                 row[key] = one[key]
         row["tokens_per_second"] = _ratio(one["tokens_per_second"], two["tokens_per_second"])
         row["interval"] = None
-        ours = one.get("repeats", {"tokens": ()})
-        theirs = two.get("repeats", {"tokens": ()})
+        ours = one["repeats"]
+        theirs = two["repeats"]
         # An interrupted run may have a repeat more of one server than of the other.
         count = min(len(ours["tokens"]), len(theirs["tokens"]))
         if count > 1 and sum(ours["tokens"]) and sum(theirs["tokens"]):

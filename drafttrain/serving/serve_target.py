@@ -12,7 +12,7 @@ from types import FrameType
 
 import torch
 
-from drafttrain.config import load_config
+from drafttrain.config import TrainConfig, load_config
 from drafttrain.data.generate import parse_layers
 from drafttrain.drafters.base import NEW
 from drafttrain.drafters.registry import kind_class
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     target = load_shell(name, trust_remote_code=args.trust_remote_code)
     layers = parse_layers(args.layers, target)
     if config is not None and args.layers == "default":
-        layers = layers_of(config.kind, config.init, config.drafter, target)
+        layers = layers_of(config, target)
     server = StateServer(
         target,
         layers,
@@ -80,17 +80,13 @@ def store_of(args: argparse.Namespace) -> MooncakeStore | None:
     return None
 
 
-def layers_of(
-    kind: str,
-    init: str,
-    options: dict[str, object],
-    target: Target,
-) -> tuple[int, ...]:
+def layers_of(config: TrainConfig, target: Target) -> tuple[int, ...]:
     """The states that a recipe's drafter reads. Raises UserError: options that do not fit."""
+    init = config.init
     if init in NEW:
         init = "random"
     with torch.device("meta"):  # no weights are needed to know the layers
-        drafter = kind_class(kind).begin(target, init, dict(options), "kl")
+        drafter = kind_class(config.kind).begin(target, init, config.drafter, "kl")
     return drafter.feature_layers
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -129,6 +130,8 @@ def check_backend(args: argparse.Namespace, share: Share) -> None:
         )
     local = args.backend == "local"
     given = {"url": args.url, "states_dir": args.states_dir, "flags behind --": args.flags}
+    if args.engine_python != sys.executable:  # the default
+        given["engine_python"] = args.engine_python
     for key, value in given.items():
         if local and value:
             raise UserError(f"{key}={value!r} belongs to --backend vllm; give that too, or drop it")
@@ -258,26 +261,24 @@ def describe(
         UserError: they were not.
     """
     wanted = {
+        "target": target.identity(),
         "layers": list(layers),
         "dtype": dtype,
         "top_k": args.top_k,
         "max_length": args.max_length,
     }
     # A setting that an earlier version did not write had its default.
-    held = dict(wanted)
-    for key, value in (stored_features(root) or {}).items():
-        if key in wanted:
-            held[key] = value
-    changed = first_change(held, wanted)
+    held = {**wanted, **(stored_features(root) or {})}
+    held["target"] = held["target"]["name"]
+    changed = first_change({key: held[key] for key in wanted}, {**wanted, "target": target.name})
     if changed and any((root / "features").glob("part-*.safetensors")):
         raise UserError(
             f"data={args.data!r} holds features with {changed}; use the same, or replace them: "
             "--overwrite"
         )
-    described = {"target": target.identity(), **wanted}
     if dtype != args.store_dtype:
-        described["asked_dtype"] = args.store_dtype
-    write_json(root / "features" / "features.json", described)
+        wanted["asked_dtype"] = args.store_dtype
+    write_json(root / "features" / "features.json", wanted)
 
 
 def computed(origin: Online, rows: list[Row]) -> Iterator[tuple[Row, RowStates]]:

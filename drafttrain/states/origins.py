@@ -10,7 +10,7 @@ A conversation has s tokens. Losses read the last states of r of them, and all f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -98,9 +98,6 @@ class Origin:
     def states(self, rows: Sequence[Row]) -> list[RowStates | None]:
         """The states of each row, cut to what it needs; None for rows that this origin lacks."""
         raise NotImplementedError
-
-    def read_once(self, indices: Iterable[int]) -> None:
-        """Keeps the states of these rows of the data set from their first reading on."""
 
     def close(self) -> None:
         """Ends connections."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -93,7 +93,6 @@ class Served(Origin):
         self.dtype = dtype
         self.patience = patience
         self.images: RowImages | None = None
-        self.once: dict[int, RowStates | None] = {}  # rows that are read once
         self._lock = threading.Lock()
         self._closing = threading.Event()
         # Retries must not draw from the generator that checkpoints hold.
@@ -121,16 +120,7 @@ class Served(Origin):
 
     def states(self, rows: Sequence[Row]) -> list[RowStates | None]:
         """The states of all but the last token of each row, which needs none."""
-        found: list[RowStates | None] = []
-        for row in rows:
-            states = self.once.get(row.index)
-            if states is None:
-                states = self._read(row)
-            # Rows that are read once are kept for all later readings.
-            if row.index in self.once:
-                self.once[row.index] = states
-            found.append(row.cut(states))
-        return found
+        return [row.cut(self._read(row)) for row in rows]
 
     def _read(self, row: Row) -> RowStates:
         pictures: list[Picture] = []
@@ -162,10 +152,6 @@ class Served(Origin):
             assert isinstance(found.last, Tensor)
             found = RowStates(found.features.to(self.dtype), found.last.to(self.dtype))
         return found
-
-    def read_once(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            self.once.setdefault(index)
 
     def close(self) -> None:
         """Ends waiting requests, which raise, and the connections."""

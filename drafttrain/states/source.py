@@ -7,7 +7,7 @@ layout as features and target distributions.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,9 +51,6 @@ class BatchSource:
 
     def expect(self, inputs: Inputs) -> None:
         """Announces a coming micro-batch, so that its states are there when it is its turn."""
-
-    def read_once(self, indices: Iterable[int]) -> None:
-        """Keeps the states of these conversations in memory if they come from a server."""
 
     def close(self) -> None:
         """Ends reading ahead, and connections to servers."""
@@ -153,10 +150,6 @@ class TargetSource(BatchSource):
                 continue
             tokens = ids[row, start : start + length]
             self.ahead.expect(Row(index, tokens))
-
-    def read_once(self, indices: Iterable[int]) -> None:
-        if self.origin is not None:
-            self.origin.read_once(indices)
 
     def close(self) -> None:
         if self.origin is not None:

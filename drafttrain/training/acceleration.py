@@ -55,15 +55,9 @@ def accelerator_of(args: TrainingArguments, drafter: TrainableDrafter) -> Accele
     micro-batches itself.
     """
     options = args.accelerator_config.to_dict()  # type: ignore[union-attr]
-    accumulation = options["gradient_accumulation_kwargs"] or {}
-    data = DataLoaderConfiguration(
-        split_batches=options["split_batches"],
-        dispatch_batches=options["dispatch_batches"],
-        even_batches=options["even_batches"],
-        use_seedable_sampler=options["use_seedable_sampler"],
-        data_seed=args.data_seed,
-        non_blocking=options["non_blocking"],
-    )
+    accumulation = options.pop("gradient_accumulation_kwargs") or {}
+    # What is left is of the loaders.
+    data = DataLoaderConfiguration(**options, data_seed=args.data_seed)
     with one_line("accelerator_config, bf16, fp16, ddp_*"):
         plugin = GradientAccumulationPlugin(num_steps=1, **accumulation)
         accelerator = Accelerator(
@@ -172,19 +166,21 @@ def schedule_of(
     budget: TimeBudget | None,
 ) -> LRScheduler:
     """Learning rates by step: the recipe's schedule; under a time budget they follow the time."""
-    warmup = args.get_warmup_steps(steps)
+    warmup = args.warmup_steps
     if budget is not None:
 
         def rate(step: int) -> float:
-            warm = min(1.0, (step + 1) / max(warmup, 1))
-            return warm * budget.factor()
+            warm = (step + 1) / max(warmup, 1.0)
+            if 0 < warmup < 1:  # a share of the run, which the time ends or the steps
+                warm = max(budget.done, (step + 1) / steps) / warmup
+            return min(1.0, warm) * budget.factor()
 
         return LambdaLR(optimizer, rate)
     with one_line("lr_scheduler_type, lr_scheduler_kwargs"):
         return get_scheduler(
             args.lr_scheduler_type,
             optimizer=optimizer,
-            num_warmup_steps=warmup,
+            num_warmup_steps=args.get_warmup_steps(steps),
             num_training_steps=steps,
             scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]
         )

@@ -173,6 +173,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     _check_launch(config, options)
     if config.max_minutes > 0:
         options["num_train_epochs"] = 10_000  # TimeBudget ends the run, so epochs must not
+        _check_intervals(options)
     orthogonal = options.get("optim") == muon.NAME
     if orthogonal:  # transformers does not know it
         _check_muon(config, options)
@@ -248,6 +249,16 @@ def _check_choices(options: Json) -> None:
         raise UserError(
             f"dataloader_multiprocessing_context={shown(context)} is not one of {', '.join(methods)}; choose one"
         )
+
+
+def _check_intervals(options: Json) -> None:
+    """Raises UserError for shares of all steps, whose number a time budget leaves open."""
+    for name in ("logging_steps", "save_steps", "eval_steps"):
+        given = options.get(name)
+        if given and given < 1 and options["max_steps"] < 1:
+            raise UserError(
+                f"{name}={given} is a share of all steps, whose number max_minutes leaves open; give a number of steps"
+            )
 
 
 def _check_launch(config: TrainConfig, options: Json) -> None:

@@ -60,6 +60,14 @@ class Checkpoints:
     def root(self) -> Path:
         return Path(str(self.args.output_dir))
 
+    @property
+    def best(self) -> Path | None:
+        """The checkpoint that decodes best; None if no prompt was decoded."""
+        if not self.state.best_global_step:
+            return None
+        # Not the path in the state: the folder may have moved.
+        return self.root / f"checkpoint-{self.state.best_global_step}"
+
     # -- writing -----------------------------------------------------------------------------------
 
     def save(self) -> None:
@@ -93,8 +101,7 @@ class Checkpoints:
         if limit is None or not self.args.should_save:
             return
         found = checkpoints_of(self.root)
-        best = Path(self.state.best_model_checkpoint or "").name
-        old = [path for path in (found if ended else found[:-1]) if path.name != best]
+        old = [path for path in (found if ended else found[:-1]) if path != self.best]
         for path in old[: max(len(found) - limit, 0)]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -104,9 +111,8 @@ class Checkpoints:
         if not self.args.save_only_model:
             self._save_optimizer(folder)
             self.save_random_numbers(str(folder))
-        if self.state.best_global_step:
-            best = self.root / f"checkpoint-{self.state.best_global_step}"
-            self.state.best_model_checkpoint = str(best)
+        if self.best is not None:
+            self.state.best_model_checkpoint = str(self.best)
         if self.args.should_save:
             exported = {type(part).__name__: part.state() for part in self.parts}
             # Earlier versions expect this entry.
@@ -211,24 +217,20 @@ class Checkpoints:
 
     def take_best(self) -> None:
         """Restores the weights of the best checkpoint unless the last step's are the best."""
-        best = self.state.best_global_step
-        where = self.state.best_model_checkpoint or ""
-        if not best or best == self.state.global_step or not os.path.isdir(where):
+        best = self.best
+        if best is None or not best.is_dir() or _step_of(best) == self.state.global_step:
             return
         if is_deepspeed(self.accelerator):
-            self._load_engine(where)
+            self._load_engine(str(best))
         else:
-            load_weights(self.trained.drafter, where)
+            load_weights(self.trained.drafter, str(best))
 
 
 def load_state(checkpoint: str | None) -> TrainerState:
     """The state that a run begins with: a checkpoint's, or that of step 0."""
     if checkpoint is None:
         return TrainerState()
-    state = TrainerState.load_from_json(os.path.join(checkpoint, STATE))
-    if not os.path.isdir(state.best_model_checkpoint or ""):
-        state.best_model_checkpoint = None
-    return state
+    return TrainerState.load_from_json(os.path.join(checkpoint, STATE))
 
 
 def load_weights(drafter: TrainableDrafter, checkpoint: str) -> None:

@@ -192,8 +192,6 @@ class _Ghosts(TorchDispatchMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """Runs one operation, on meta tensors where a float takes part, else on the integers."""
-        if func is torch.ops.prim.device.default:
-            return self.device
         given = _tensors([*args, *kwargs.values()])
         ghosts = [x for x in given if isinstance(x, _Ghost)]
         if not ghosts and (given or kwargs.get("device") is None):
@@ -244,18 +242,8 @@ class _Ghosts(TorchDispatchMode):
         if not written:
             return self._wrapped(out)
 
-        # Operations in place return what they changed.
-        changed = []
-        for place in written[: len(func._schema.returns)]:
-            if place < len(args):
-                changed.append(args[place])
-            else:
-                changed.append(kwargs.get(func._schema.arguments[place].name))
-        if not changed:
-            return None
-        if len(changed) == 1:
-            return changed[0]
-        return tuple(changed)
+        # An operation in place returns what it changed.
+        return args[written[0]]
 
     def take(self, module: nn.Module) -> int:
         """Makes a module's weights ghosts; returns their bytes."""

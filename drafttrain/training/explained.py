@@ -36,7 +36,7 @@ def explained(args: TrainingArguments) -> Iterator[None]:
         if no_memory or any(sign in text for sign in _NO_MEMORY):
             batch = args.per_device_train_batch_size
             steps = args.gradient_accumulation_steps
-            smaller = "max_length or drafter.ttt_steps lower"
+            smaller = "drafter.ttt_steps lower"
             if batch > 1:
                 smaller = (
                     f"per_device_train_batch_size={batch // 2} gradient_accumulation_steps={2 * steps} (now {batch} and "

@@ -144,22 +144,28 @@ def fit(training: Training, stop: SaveOnTerm) -> None:
         state.epoch = training.order.epochs(state.global_step)
 
         control = TrainerControl()
+        if run.budget is not None:  # first: it says anew which step is the last
+            run.budget.spend(state, control, args.device)
         flow.on_step_end(args, state, control)
         logs.tell("on_step_end")
-        if run.budget is not None:
-            run.budget.spend(state, control, args.device)
         logs.add(taken.losses, taken.seconds, rate)
+        # The end of an epoch may be due for more, by the recipe's strategies.
+        if control.should_training_stop or state.global_step % training.order.steps_per_epoch == 0:
+            flow.on_epoch_end(args, state, control)
         if run.decoding is not None and run.decoding.due(state.global_step, control):
             run.decoding.measure(state, control, logs.write)
         if stop.anywhere(args.device):
             control.should_training_stop = True
             control.should_save = True
 
-        _report(training, control, taken.norm, rate)
-        # The end of an epoch may be due for more, by the recipe's strategies.
-        if control.should_training_stop or state.global_step % training.order.steps_per_epoch == 0:
-            flow.on_epoch_end(args, state, control)
-            _report(training, control, taken.norm, rate)
+        if control.should_log:
+            logs.write_step(taken.norm, rate)
+        if control.should_evaluate:
+            evaluate(training)
+        if control.should_save:
+            logs.add_tokens()
+            training.checkpoints.save()
+            logs.saved()
         if control.should_training_stop:
             break
     logs.end()
@@ -192,26 +198,6 @@ def _steps(training: Training) -> Iterator[list[Inputs]]:
         training.optimizer.train()  # type: ignore[attr-defined]  # for optimizers without a schedule
         training.logs.count_tokens(batches)
         yield batches
-
-
-def _report(
-    training: Training,
-    control: TrainerControl,
-    norm: Tensor,
-    rate: float,
-) -> None:
-    """Logs, evaluates and saves what is due, once."""
-    if control.should_log and training.state.global_step > training.logs.written:
-        training.logs.write_step(norm, rate)
-    if control.should_evaluate:
-        evaluate(training)
-    if control.should_save:
-        training.logs.add_tokens()
-        training.checkpoints.save()
-        training.logs.saved()
-    control.should_log = False
-    control.should_evaluate = False
-    control.should_save = False
 
 
 @torch.no_grad()

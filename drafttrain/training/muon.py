@@ -8,9 +8,6 @@ keep AdamW. Both share one learning rate, since Muon's steps are scaled to the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import TrainingArguments
@@ -66,15 +63,10 @@ class MuonAndAdamW(Optimizer):
         super().load_state_dict(state_dict)
         self._share()  # the groups and the state are new objects
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Steps both. closure: accelerate's, which a training has not."""
         self._muon.step()
         self._adamw.step()
-        return loss
 
 
 def matrices_of(drafter: TrainableDrafter) -> set[Tensor]:

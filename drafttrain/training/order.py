@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +80,7 @@ def _seed(args: TrainingArguments) -> int:
 
 def _loader(
     rows: Dataset,
-    order: Sampler[int],
+    order: Iterable[int],
     batch_size: int,
     args: TrainingArguments,
     accelerator: Accelerator,
@@ -221,15 +221,17 @@ def held_out_loader(
     sequence: SequenceGroup | None,
 ) -> DataLoader:
     """Batches of held-out rows, in the same order in each measurement."""
-    order: Sampler[int] = SequentialSampler(rows)  # type: ignore[arg-type]
+    one_by_one = SequentialSampler(rows)  # type: ignore[arg-type]
+    order: Iterable[int] = one_by_one
     if sequence is not None:
-        order = SharedBatches(order, args.eval_batch_size, args.world_size, sequence.size)
+        order = SharedBatches(one_by_one, args.eval_batch_size, args.world_size, sequence.size)
     elif args.train_sampling_strategy == "group_by_length":
-        order = LengthGroupedSampler(
+        grouped = LengthGroupedSampler(
             args.eval_batch_size,
             lengths=list(rows["length"]),
             generator=torch.Generator().manual_seed(_seed(args)),
         )
+        order = list(grouped)  # it would draw anew each time it is iterated
     return _loader(rows, order, args.eval_batch_size, args, accelerator)
 
 
@@ -241,7 +243,7 @@ def announced_batches(loader: DataLoader, source: BatchSource) -> Iterator[Input
         return
 
     def collated() -> Iterator[Inputs]:
-        # The sampler gives the same order each time it is iterated. The loader itself does not run
+        # The order is the same each time it is iterated. The loader itself does not run
         # ahead, because it tells accelerate which rows of its last batch are repeated.
         for numbers in loader.batch_sampler:  # type: ignore[union-attr]
             yield collate([loader.dataset[number] for number in numbers])

@@ -132,7 +132,7 @@ def lines(reader: LogReader, most: int = 100) -> list[str]:
 
 
 def test_a_growing_log_is_read_once_and_whole_lines_only(tmp_path):
-    log = tmp_path / "a.jsonl"
+    log = tmp_path / "a[1].jsonl"
     log.write_text("one\ntw")
     reader = LogReader(log)
     assert lines(reader) == ["one"] and lines(reader) == []

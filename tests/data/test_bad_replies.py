@@ -19,7 +19,7 @@ from drafttrain.data.failures import BadReply, Failures
 from drafttrain.data.openai_replies import ChatReply, IdsReply, ModelList, TextReply
 from drafttrain.data.servers import Requests
 from drafttrain.data.store import load_records
-from drafttrain.files import write_jsonl
+from drafttrain.files import read_jsonl, write_jsonl
 from tests.data import commands
 from tests.data.faulty_server import ENDLESS, FAULTS, FaultyServer
 from tests.files import load_json, load_jsonl
@@ -299,7 +299,7 @@ def test_pauses_that_servers_ask_for():
     assert servers._retry_after(httpx.Response(503)) == 0
 
 
-def test_the_list_of_failures(tmp_path):
+def test_the_list_of_failures(tmp_path, monkeypatch):
     failures = Failures(tmp_path, 3)
     (tmp_path / "failed-0003.jsonl").write_text('{"id": "old", "reason": "x"}\n{"id": "cut o')
     for key, reason in (("a", "HTTP 500"), ("b", "not JSON"), ("c", "HTTP 500")):
@@ -315,3 +315,15 @@ def test_the_list_of_failures(tmp_path):
     assert not (tmp_path / "failed-0007.jsonl").exists()
     failures.settle({"b"})
     assert not list(tmp_path.glob("failed-*"))
+
+    def quicker(path, **options):
+        """Another process ends at the same time, before the list is read or behind it."""
+        if path.name == "failed-0007.jsonl":
+            path.unlink()
+        yield from read_jsonl(path, **options)
+        path.unlink()
+
+    monkeypatch.setattr("drafttrain.data.failures.read_jsonl", quicker)
+    for number in (7, 8):
+        (tmp_path / f"failed-{number:04d}.jsonl").write_text('{"id": "b"}\n')
+    failures.settle({"b"})

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from drafttrain.data import conversation
+from drafttrain.data.chat import render_text
 from drafttrain.data.conversation import ChatRenderer, Conversation
 from drafttrain.data.store import FeatureStore, Share, Store, load_records, read_meta
 from drafttrain.files import write_jsonl
@@ -381,6 +382,22 @@ def test_truncated_or_full_conversations_end(target):
     assert full.record(renderer)["spans"] == [[length, length + 2]]
 
 
+def test_an_answer_that_the_template_would_trim_stays_as_it_was_sampled(target):
+    tokenizer = target.tokenizer
+    trimmed = tokenizer.chat_template.replace("['content']", "['content'] | trim")
+    tokenizer.chat_template = trimmed
+    renderer = ChatRenderer(target)
+    turns = [[{"role": "user", "content": word}] for word in ("one", "two", "three")]
+    it = Conversation("a", "", turns)
+    it.open(renderer)
+    said = [*tokenizer(" so\n", add_special_tokens=False)["input_ids"], renderer.closing_id]
+    for _ in turns[1:]:
+        it.accept(said, "stop")
+        assert it.next_turn(renderer, 1000) is not None and not it.follows
+    assert " so\n" not in render_text(tokenizer, it.messages)
+    assert [it.tokens[start:end] for start, end in it.spans] == [said, said]
+
+
 def test_turn_marker_that_is_no_eos_still_ends_responses(target):
     target.eos_ids = [3]
     renderer = ChatRenderer(target)
@@ -425,6 +442,7 @@ def test_existing_conversations_keep_their_answers(target_dir, tmp_path, capsys)
     assert generate(target_dir, path, tmp_path / "out", *options) == 0
     said = capsys.readouterr().out
     assert "3 of 4 conversations" in said
+    assert "33.3 % truncated at --max-length: raise it" in said
     assert "answer beyond max length 1" in said
     records = {row["id"]: row for row in load_records(tmp_path / "out")}
     tokenizer = Target.load(str(target_dir)).tokenizer

@@ -307,7 +307,7 @@ def csv_prompts(request):
     with args.input.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     random.Random(args.seed).shuffle(rows)
-    return collect(rows, request.keep, args.count, args.input.name, len(rows))
+    return collect(rows, request, args.input.name, len(rows))
 
 
 def test_a_source_is_a_function_and_an_entry(tmp_path, monkeypatch, capsys):
@@ -329,7 +329,7 @@ def test_a_source_is_a_function_and_an_entry(tmp_path, monkeypatch, capsys):
 def test_a_source_may_have_a_count_of_its_own(tmp_path, monkeypatch):
     def endless(request):
         rows = ({"prompt": distinct(i)} for i in itertools.count())
-        return collect(rows, request.keep, request.args.count, "endless")
+        return collect(rows, request, "endless")
 
     monkeypatch.setitem(SOURCES, "endless", Source(endless, default_count=7))
     assert prompts("--source", "endless", "--output", tmp_path / "out.jsonl") == 0

@@ -150,7 +150,9 @@ def test_the_lines_of_all_writers_are_counted(tmp_path):
             "w"
         ) as other:  # another writer's order of keys and spaces
             other.write(
-                json.dumps({"source": "", **record("f")}) + "\n\n" + json.dumps(record("g"))[:-3]
+                json.dumps({"source": "", **record("f")})
+                + f"\n\n{json.dumps(record('d'))}\n"
+                + json.dumps(record("g"))[:-3]
             )
         assert store.done_ids() == {row["id"] for row in odd} | {"e", "f"}
         assert store.finish() == {
@@ -210,6 +212,26 @@ def test_features_appear_with_their_records(tmp_path):
     assert torch.equal(
         last, torch.cat((states(3)["last_hidden"], states(3)["features"][:, :4]), dim=1)
     )
+
+
+def test_a_conversation_that_two_processes_answered_has_the_states_of_its_row(tmp_path):
+    for rank in (1, 0):
+        with Store(tmp_path, META, rank) as store:
+            store.shards.add("a", **states(2))
+            store.shards.flush()  # and it was killed before it wrote the row
+            store.add([{**record("a"), "source": str(rank)}], [states(rank)])
+    assert load_records(tmp_path)["source"] == ["0"]
+    found = FeatureStore.open(tmp_path, (1, 2)).get("a")
+    assert torch.equal(found["features"], states(0)["features"])
+
+
+def test_rows_of_a_conversation_wait_for_the_states_of_its_last_one(tmp_path):
+    with Store(tmp_path, META) as store:
+        store.shards.shard_bytes = 240  # two rows of 120 bytes
+        store.add([record("a")], [states(0)])
+        store.add([{**record("b/0"), "part": 0}, record("b")], [states(1), states(2)])
+        assert store.done_ids() == {"a"}
+    assert load_records(tmp_path)["id"] == ["a", "b/0", "b"]
 
 
 def test_torn_shard_is_not_there(tmp_path):

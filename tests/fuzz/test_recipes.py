@@ -169,7 +169,7 @@ def test_override_keys(recipe, name, word):
     ("words", "message"),
     [
         (["max_minutes=nan"], "max_minutes='nan' must be a number from 0"),
-        (["max_steps=abc"], "max_steps='abc' must be a whole number from -1"),
+        (["max_steps=abc"], "max_steps='abc' must be -1 or a whole number from 1"),
         (["learning_rate=.nan"], "value=nan must be text, true, false, null or a finite number"),
         (["seed=1180591620717411303424"], "seed=1180591620717411303424 must be"),
         (["packing=maybe"], "packing='maybe' must be true or false"),

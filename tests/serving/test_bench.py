@@ -343,6 +343,7 @@ def test_figures_by_hand():
     assert got["itl_ms"]["p50"] == 200.0
     assert got["latency_ms"]["p50"] == 450.0
     none = figures(answers[2:], 2.0)
+    got["repeats"] = none["repeats"] = {"tokens": [6], "seconds": [2.0]}
     (row,) = compare(
         {"cells": [{"concurrency": 1, **got}]}, {"cells": [{"concurrency": 1, **none}]}
     )

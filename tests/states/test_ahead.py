@@ -251,6 +251,10 @@ def test_streamed_states_train_what_stored_ones_train_and_are_asked_for_ahead(
     assert not list(server.folder.glob("cmpl-*")), "what was read is deleted"
 
     kept = train(tmp_path / "kept", target, stored, **extra)
+    note = (
+        f"note: the data's states are those of target 'tiny'; if {str(target)!r} has other weights"
+    )
+    assert note in capsys.readouterr().out
     assert streamed.keys() == kept.keys()
     for name, tensor in streamed.items():
         assert torch.equal(tensor, kept[name]), name

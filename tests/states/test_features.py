@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from drafttrain import cli
 from drafttrain.batch import Batch
 from drafttrain.cli import main
 from drafttrain.data.loader import collate, training_rows
-from drafttrain.data.store import FeatureStore, Share, load_records
+from drafttrain.data.store import FeatureStore, ShardWriter, Share, load_records
 from drafttrain.drafters.base import StepInputs
 from drafttrain.errors import UserError
 from drafttrain.files import write_jsonl
@@ -103,11 +104,14 @@ def test_few_likeliest_tokens_come_close(data, target_dir):
 
 @pytest.mark.thorough
 def test_other_settings_and_full_disks_are_refused_before_anything_is_written(
-    data, capsys, monkeypatch
+    data, target_dir, capsys, monkeypatch
 ):
     assert extract(data) == 0
     assert extract(data, "--top-k", "4") == 2
     assert "holds features with top_k=0, this run has top_k=4" in capsys.readouterr().err
+    other = shutil.copytree(target_dir, target_dir.with_name("tuned"))
+    assert extract(data, "--target", str(other)) == 2
+    assert f"this run has target={str(other)!r}; use the same" in capsys.readouterr().err
     shutil.rmtree(data / "features")
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10, 9, 1000))
@@ -183,7 +187,7 @@ def test_states_from_a_server_are_those_of_the_local_backend(
 def test_a_server_that_fails_for_good_keeps_what_was_stored_and_the_next_run_goes_on(
     data, server, monkeypatch, capsys
 ):
-    monkeypatch.setattr(features.ShardWriter, "full", True)
+    monkeypatch.setattr(features, "ShardWriter", partial(ShardWriter, shard_bytes=1))
     monkeypatch.setattr(served, "_IN_FLIGHT", 1)
     server.faults.extend([""] * 5)  # a proof and three rows
     server.always = "400"
@@ -222,6 +226,7 @@ def test_rounded_states_of_a_server_are_stored_as_they_are_and_said(data, server
     ("words", "message"),
     [
         (["--url", "http://h:1"], r"url=\['http://h:1'\] belongs to --backend vllm"),
+        (["--engine-python", __file__], "engine_python=.* belongs to --backend vllm"),
         (["--", "--port", "1"], r"flags behind --=\['--port', '1'\] belongs to --backend vllm"),
         (
             ["--backend", "vllm", "--target-device-map", "auto"],

@@ -11,6 +11,7 @@ from drafttrain.errors import UserError
 from drafttrain.training import arguments
 from drafttrain.training.acceleration import optimizer_of, schedule_of
 from drafttrain.training.arguments import training_arguments
+from drafttrain.training.limits import TimeBudget
 from tests.drafters.helpers import make_drafter
 
 
@@ -106,6 +107,22 @@ def test_values_that_a_library_refuses_are_one_line(tmp_path, target, keys, said
     drafter = make_drafter(target)
     with pytest.raises(UserError, match=f"^{re.escape(said)}.*change that key of the recipe$"):
         schedule_of(optimizer_of(drafter, args, None), args, 10, None)
+
+
+def test_shares_of_all_steps_under_a_time_budget(tmp_path, target):
+    """A warm-up follows the time; there is no number of steps of which checkpoints could be a share."""
+    given = config(tmp_path, warmup_steps=0.1, learning_rate=1.0)
+    given.max_minutes = 1.0
+    args = training_arguments(given)
+    budget = TimeBudget(1.0)
+    schedule = schedule_of(optimizer_of(make_drafter(target), args, None), args, 100_000, budget)
+    rates = []
+    for budget.used in (0.0, 3.0, 6.0, 12.0):
+        rates.append(schedule.lr_lambdas[0](0))
+    assert rates == pytest.approx([0, 0.5, 1, 1], abs=0.01)
+    given.trainer["save_steps"] = 0.5
+    with pytest.raises(UserError, match=r"save_steps=0.5 is a share of all steps, whose number"):
+        training_arguments(given)
 
 
 def test_fsdp_of_a_launcher_is_refused(tmp_path, monkeypatch):

@@ -7,13 +7,15 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from drafttrain.cli import main
 from drafttrain.data import loader
 from drafttrain.drafters.registry import default_tree
 from drafttrain.training.checkpoint import Checkpoints
 from drafttrain.training.step import TrainingStep
-from tests.files import load_json
+from tests.files import dump_json, load_json
+from tests.training.checkpoint_states import same
 from tests.training.runs import write_recipe
 
 
@@ -85,9 +87,11 @@ def test_no_memory_before_the_first_step(begun, tmp_path, monkeypatch, capsys):
         "drafttrain.train.begin_from_least_squares", lambda *_: torch.empty(1 << 60)
     )
     (tmp_path / "training.json").write_text('{"config": {}}')
-    assert main(["train", *begun[1], f"output_dir={tmp_path}"]) == 2
+    words = ["train", *begun[1], f"output_dir={tmp_path}", "per_device_train_batch_size=1"]
+    assert main(words) == 2
     said = capsys.readouterr().err
     assert "error: out of memory on cpu (" in said and "no checkpoint was written before" in said
+    assert "set drafter.ttt_steps lower, or max_length or cache_gb lower;" in said
 
 
 @pytest.mark.thorough
@@ -182,3 +186,21 @@ def test_a_run_that_died_behind_its_last_checkpoint_takes_no_further_step(begun,
     summary = load_json(run / "training.json")
     assert summary["steps"] == 2 and (run / "model.safetensors").is_file()
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+@pytest.mark.thorough
+def test_the_best_checkpoint_is_found_after_its_run_has_moved(begun, tmp_path):
+    words = ["train", *begun[1], "save_total_limit=1"]
+    first = tmp_path / "first"
+    shutil.copytree(begun[0], first)
+    assert main([*words, f"output_dir={first}"]) == 0
+    shutil.copytree(begun[0] / "checkpoint-2", first / "checkpoint-2", dirs_exist_ok=True)
+    state = load_json(first / "checkpoint-4" / "trainer_state.json")
+    best = str(first / "checkpoint-2")
+    state |= {"best_global_step": 2, "best_metric": 9.0, "best_model_checkpoint": best}
+    dump_json(first / "checkpoint-4" / "trainer_state.json", state)
+    (first / "training.json").unlink()
+    run = first.rename(tmp_path / "moved")
+    assert main([*words, f"output_dir={run}"]) == 0
+    best, saved = (load_file(run / name / "model.safetensors") for name in ("checkpoint-2", "."))
+    assert same(best, saved) and load_json(run / "training.json")["best"]["step"] == 2

@@ -10,7 +10,12 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from datasets import Dataset
 from transformers import TrainingArguments
 
-from drafttrain.training.order import TrainingOrder, announced_steps
+from drafttrain.training.order import (
+    TrainingOrder,
+    announced_batches,
+    announced_steps,
+    held_out_loader,
+)
 
 ROWS = 23
 
@@ -68,6 +73,18 @@ def test_reading_rows_leaves_the_random_numbers_of_training_alone(order):
     before = torch.get_rng_state()
     assert len(list(made.steps(0, 9))) == 9
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_measurement_announces_its_batches_in_their_order(order):
+    made = order(per_device_eval_batch_size=2)
+    announced = []
+    reading = SimpleNamespace(room=False)
+    source = SimpleNamespace(
+        ahead=reading, expect=lambda inputs: announced.append(inputs["index"].tolist())
+    )
+    loader = held_out_loader(made.rows, made.args, Accelerator(cpu=True), None)
+    read = [inputs["index"].tolist() for inputs in announced_batches(loader, source)]
+    assert announced == read and len(read) == 12
 
 
 def test_steps_are_announced_before_earlier_ones_run_also_those_of_the_next_epoch(order):

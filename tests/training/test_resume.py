@@ -84,7 +84,7 @@ def whole(tiny, tmp_path_factory):
         assert main(["train", *recipe(folder, tiny, report_to="wandb")]) == 0
         import wandb
 
-        wandb.finish()
+        wandb.teardown()  # waits for the process that writes the file
     return folder, said.getvalue()
 
 
@@ -145,6 +145,19 @@ def test_the_best_checkpoint_is_the_one_that_decodes_best(whole):
         load_file(folder / f"checkpoint-{best}" / "model.safetensors"),
     )
     assert load_json(folder / "training.json")["best"]["step"] == best
+
+
+@pytest.mark.thorough
+def test_epochs_decode_before_their_one_checkpoint(tiny, tmp_path, capsys):
+    due = {f"{name}_strategy": "epoch" for name in ("save", "logging", "eval")}
+    words = recipe(tmp_path, tiny, max_steps=-1, num_train_epochs=2, save_total_limit=None, **due)
+    assert main(["train", *words]) == 0
+    said = capsys.readouterr().out
+    assert said.count("(best: checkpoint-") == said.count("\nsaved ") == 2
+    *_, last = (tmp_path / "drafter").glob("checkpoint-*/trainer_state.json")
+    logs = load_json(last)["log_history"]
+    for key in ("loss", "eval_loss", "eval_decode_accepted_length"):
+        assert sum(key in log for log in logs) == len(logs) / 3, key
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:

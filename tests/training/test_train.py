@@ -56,25 +56,15 @@ def test_a_run_trains_saves_and_is_not_repeated(tiny, tmp_path, capsys, monkeypa
 
 @pytest.mark.thorough
 def test_a_time_budget_ends_the_run(tiny, tmp_path, monkeypatch):
-    """A clock that shows a quarter of a second more at each reading: twelve steps are 3 seconds, over several epochs."""
-    ticks = itertools.count(1)
-    monkeypatch.setattr(TimeBudget, "clock", lambda self: next(ticks) / 4)
+    """A first step that compiles for 1.75 seconds, and then a quarter each: nine steps are 3.75, over several epochs."""
+    ticks = itertools.chain([0.25], itertools.count(2.0, 0.25))
+    monkeypatch.setattr(TimeBudget, "clock", lambda self: next(ticks))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert main(["train", *write_recipe(tmp_path, *tiny), "max_minutes=0.05", "max_steps=-1"]) == 0
+    words = [*write_recipe(tmp_path, *tiny), "max_minutes=0.0625"]
+    assert main(["train", *words, "max_steps=-1"]) == 0
     summary = load_json(tmp_path / "drafter" / "training.json")
-    assert summary["steps"] == 12
-    assert (
-        main(
-            [
-                "train",
-                *write_recipe(tmp_path, *tiny),
-                "max_minutes=0.05",
-                "max_steps=3",
-                "resume=false",
-            ]
-        )
-        == 0
-    )
+    assert summary["steps"] == 9
+    assert main(["train", *words, "max_steps=3", "resume=false"]) == 0
     assert load_json(tmp_path / "drafter" / "training.json")["steps"] == 3  # the earlier of the two
 
 
