@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from drafttrain.drafters.common import starts
 from drafttrain.errors import UserError
@@ -196,11 +197,10 @@ def _widened(
         raise UserError(
             f"init='native': {name}{_SCALE} of target {target.name!r} scales a weight that is not FP8; use init=target"
         )
-    size = None  # of a block, [rows, columns]
-    quantization = getattr(target.config, "quantization_config", None)
-    if quantization:
-        size = quantization.get("weight_block_size")
-    rows, columns = size or (128, 128)
+    # Of the file: a loaded model may have other values, or none.
+    config, _ = PreTrainedConfig.get_config_dict(target.path)
+    quantization = config.get("quantization_config") or {}
+    rows, columns = quantization.get("weight_block_size") or (128, 128)
     with safe_open(scales, "pt") as file:
         factors = file.get_tensor(name + _SCALE).float()  # [blocks of rows, blocks of columns]
     # Each factor for the rows and columns of its block; the last blocks may be cut.
