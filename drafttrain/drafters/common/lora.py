@@ -168,10 +168,13 @@ def read_options(folder: Path) -> tuple[str, Json]:
             f"{folder / CONFIG} names no base_model_name_or_path: the drafter whose layers it adapts; add its folder or Hub id"
         )
     others = [key for key in _OTHER_FORMS if found.get(key)]
-    if found.get("peft_type") != "LORA" or others:
-        named = ", ".join(others) or f"peft_type={found.get('peft_type')!r}"
+    kind = found.get("peft_type")
+    if kind != "LORA":
+        others.append(f"peft_type={kind!r}")
+    if others:
         raise UserError(
-            f"{folder / CONFIG} has {named}, which is not computed here; merge the adapter by peft, and give the merged drafter"
+            f"{folder / CONFIG} has {', '.join(others)}, which is not computed here; merge the adapter by peft, and give the "
+            "merged drafter"
         )
     options = {ours: found.get(_PEFT_NAMES.get(ours, ours)) for ours in _LORA}
     return base, options

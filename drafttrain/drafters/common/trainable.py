@@ -192,8 +192,9 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
                 continue
             meant = value
             if name == "draft_vocab_size":
-                # 0 keeps all tokens, and there are no more.
-                meant = min(value or config.vocab_size, config.vocab_size)
+                meant = config.vocab_size  # 0 keeps all tokens, and there are no more
+                if value:
+                    meant = min(value, meant)
             elif value == 0:  # a size that follows from others
                 completed = copy.deepcopy(config)
                 setattr(completed, name, value)

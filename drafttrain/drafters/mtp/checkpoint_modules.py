@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 
 from drafttrain.drafters.common import starts
 from drafttrain.errors import UserError
-from drafttrain.files import Json, hub_snapshot
+from drafttrain.files import Json, hub_snapshot, value_of
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
 
@@ -199,8 +199,8 @@ def _widened(
         )
     # Of the file: a loaded model may have other values, or none.
     config, _ = PreTrainedConfig.get_config_dict(target.path)
-    quantization = config.get("quantization_config") or {}
-    rows, columns = quantization.get("weight_block_size") or (128, 128)
+    quantization = value_of(config, "quantization_config", {})
+    rows, columns = value_of(quantization, "weight_block_size", (128, 128))
     with safe_open(scales, "pt") as file:
         factors = file.get_tensor(name + _SCALE).float()  # [blocks of rows, blocks of columns]
     # Each factor for the rows and columns of its block; the last blocks may be cut.
