@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -288,36 +288,6 @@ class StepOutput(NamedTuple):
     # Sums over this batch's anchors by name, each [k] (a value per depth); `count` is the number of
     # anchors, so metrics of several batches and ranks are added first and divided last.
     metrics: dict[str, Tensor]
-
-
-class Measured(Protocol):
-    """Per-token results of a loss, all [t]; alpha and agree are None if they were not measured."""
-
-    values: Tensor
-    alpha: Tensor | None
-    agree: Tensor | None
-
-
-def sums_by_depth(outs: Sequence[Measured]) -> dict[str, Tensor]:
-    """Metrics of a training step, summed over each depth's anchors: count, loss, alpha and agree.
-
-    Args:
-        outs: one per depth.
-
-    Returns:
-        [depths] of each metric; nothing if the metrics were not measured.
-    """
-    sums = []
-    for out in outs:
-        if out.alpha is None or out.agree is None:
-            continue
-        count = torch.ones_like(out.values).sum()
-        values = (count, out.values.sum(), out.alpha.sum(), out.agree.float().sum())
-        sums.append(torch.stack(values))  # [4]
-    if not sums:  # steps between two logs measure nothing
-        return {}
-    names = ("count", "loss", "alpha", "agree")
-    return dict(zip(names, torch.stack(sums, dim=1), strict=True))
 
 
 @dataclass

@@ -215,8 +215,6 @@ def untrained(name: str, beside: bool = False) -> Drafter:
     # The options and their defaults.
     known = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
     given: Json = {}
-    if beside:
-        given |= cls.defaults_beside
     for part in text.split(","):
         if not part:
             continue
@@ -228,6 +226,10 @@ def untrained(name: str, beside: bool = False) -> Drafter:
             raise UserError(
                 f"drafter={name!r}: {key!r} is not an option of {kind}; there are {', '.join(known)}"
             )
+        if key in given:
+            raise UserError(
+                f"drafter={name!r} sets {key} twice; write NAME=VALUE for options after the first, of {', '.join(known)}"
+            )
         # An option's default shows its type.
         example = known[key]
         try:
@@ -238,6 +240,8 @@ def untrained(name: str, beside: bool = False) -> Drafter:
         except (KeyError, ValueError) as error:
             wrong = f"{key}={value!r} is not a valid {type(example).__name__}; write for example {kind}:{key}={example}"
             raise UserError(f"drafter={name!r}: {wrong}") from error
+    if beside:
+        given = {**cls.defaults_beside, **given}
     drafter = cls(**given)
     drafter.fresh = True
     return drafter

@@ -95,14 +95,7 @@ def choose_slots(target: Target, max_length: int, features: int = 0) -> int:
     Raises:
         UserError: the GPU has no room for a single sequence.
     """
-    config = target.config
-    # Mamba has no heads, and a state of about this size.
-    heads = getattr(config, "num_attention_heads", None) or 1
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    if rope := getattr(config, "qk_rope_head_dim", None):  # latent attention, expanded
-        width = rope + config.qk_nope_head_dim
-    heads = getattr(config, "num_key_value_heads", None) or heads
-    numbers = 2 * target.num_layers * heads * width  # keys and values per token
+    numbers = _numbers_per_token(target)
     states = 0
     if features:
         states = (features + 1) * target.hidden_size * 2  # bfloat16, with the last hidden state
@@ -124,6 +117,23 @@ def choose_slots(target: Target, max_length: int, features: int = 0) -> int:
         )
     # The other half is for activations, logits and graphs. One row more holds a shared prefix.
     return max(1, min(most, int(free / 2 / row) - 1))
+
+
+def _numbers_per_token(target: Target) -> int:
+    """Numbers of a token's keys and values in all layers, which may differ in their heads (Gemma 4)."""
+    layers = getattr(target.config, "per_layer_config", ())
+    total = 0
+    for i in range(target.num_layers):
+        config = layers[i] if i < len(layers) else target.config
+        # Mamba has no heads, and a state of about this size.
+        heads = getattr(config, "num_attention_heads", None) or 1
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        plain = getattr(config, "qk_nope_head_dim", None)
+        if plain:  # latent attention, expanded
+            width = plain + config.qk_rope_head_dim
+        heads = getattr(config, "num_key_value_heads", None) or heads
+        total += 2 * heads * width
+    return total
 
 
 class ResponseEngine:

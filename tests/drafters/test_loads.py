@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafttrain.cli import main
+from drafttrain.drafters.common import lora
 from drafttrain.drafters.draft_model.model import DraftModel
 from drafttrain.drafters.eagle3.export import SHIPPING
 from drafttrain.drafters.registry import load_drafter
@@ -18,7 +19,7 @@ from drafttrain.drafters.shipping import ExportRequest, find_drafter, shipping
 from drafttrain.errors import UserError
 from drafttrain.export.serving_recipes import recipes
 from drafttrain.target import Target
-from tests.files import FIXTURES, load_json
+from tests.files import FIXTURES, dump_json, load_json
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +236,25 @@ def test_an_adapter_of_another_shape_is_refused(target, tmp_path):
     with pytest.raises(UserError, match="cannot be loaded"):
         drafter.load_checkpoint(tmp_path / "mine")
     assert folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"use_rslora": True}, "has use_rslora, which is not computed here"),
+        ({"use_dora": True, "alpha_pattern": {"fc": 4}}, "has use_dora, alpha_pattern, which"),
+        ({"peft_type": "IA3"}, "has peft_type='IA3', which is not computed here"),
+    ],
+)
+def test_an_adapter_that_computes_something_else_is_refused(tmp_path, other, message):
+    own = {"peft_type": "LORA", "base_model_name_or_path": "base", "r": 4, "lora_alpha": 8}
+    own |= {"target_modules": ["fc"], "lora_dropout": 0.0, "use_rslora": False}
+    dump_json(tmp_path / lora.CONFIG, own)
+    options = {"r": 4, "alpha": 8, "targets": ["fc"], "dropout": 0.0}
+    assert lora.read_options(tmp_path) == ("base", options)
+    dump_json(tmp_path / lora.CONFIG, own | other)
+    with pytest.raises(UserError, match=message):
+        lora.read_options(tmp_path)
 
 
 @pytest.mark.thorough

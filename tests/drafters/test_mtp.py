@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GraniteConfig, GraniteForCausalLM
+from transformers import FineGrainedFP8Config, GraniteConfig, GraniteForCausalLM
 
 from drafttrain.drafters.mtp.model import MTP, MTPConfig
 from drafttrain.errors import UserError
+from drafttrain.files import write_json
 from drafttrain.target import Target
 from drafttrain.target.own_layer import OwnLayer
 from tests.conftest import make_target
@@ -173,24 +176,30 @@ def test_native_modules_of_other_kinds_are_refused(target, target_dir, extra, me
         MTP.native(loaded, torch.arange(target.vocab_size), {})
 
 
-def test_fp8_blocks_and_heads_of_their_own_are_read(target, target_dir, capsys):
+@pytest.mark.parametrize("block", [None, [48, 8]])
+def test_fp8_blocks_and_heads_of_their_own_are_read(target, target_dir, capsys, block):
     """DeepSeek publishes FP8 blocks with factors; a module may have a head of its own; a second module is named."""
     tensors = native_tensors(make_kind("mtp", target, shake=True), "deepseek")
     name = "model.layers.4.mlp.up_proj.weight"
     head = torch.randn(target.vocab_size, 32)
-    plain = tensors[name]  # [64, 32]: one block
-    tensors[name], tensors[f"{name}_scale_inv"] = (
-        (plain / 0.01).to(torch.float8_e4m3fn),
-        torch.full((1, 1), 0.01),
-    )
+    plain = tensors[name]  # [64, 32]: one block of the usual size
+    rows, columns = block or (128, 128)
+    factors = 0.005 + 0.01 * torch.rand(-(-64 // rows), -(-32 // columns))
+    each = factors.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:64, :32]
+    tensors[name] = (plain / each).to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = factors
     more = {
         "model.layers.4.shared_head.head.weight": head,
         "model.layers.5.eh_proj.weight": torch.zeros(2),
     }
     loaded = with_native(target_dir, {**tensors, **more})
+    config = json.loads((target_dir / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": block}
+    write_json(target_dir / "config.json", config)
+    loaded.config.quantization_config = FineGrainedFP8Config()  # what a loader makes of it on a GPU
     drafter = MTP.native(loaded, KEPT, {})
     ours = drafter.blocks[0].layer.mlp.up_proj.weight
-    torch.testing.assert_close(ours, tensors[name].float() * 0.01)
+    torch.testing.assert_close(ours, tensors[name].float() * each)
     torch.testing.assert_close(ours, plain, rtol=0.1, atol=0.01)
     assert torch.equal(drafter.lm_head.weight, head[KEPT])
     assert "has several prediction modules; the first serves all depths" in capsys.readouterr().out

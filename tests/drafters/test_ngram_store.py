@@ -78,6 +78,10 @@ def test_names_and_files(target, tmp_path):
     ("name", "message"),
     [
         ("ngram:size=3", "'size' is not an option of ngram; there are max_n, min_n"),
+        (
+            "ngram:8,2",
+            "sets max_n twice; write NAME=VALUE for options after the first, of max_n, min_n",
+        ),
         ("ngram:max_n=x", "max_n='x' is not a valid int; write for example ngram:max_n=8"),
         ("ngram_store:grow=maybe", "grow='maybe' is not a valid bool"),
         (

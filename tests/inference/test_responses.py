@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
 
 from drafttrain.errors import UserError
 from drafttrain.inference import static
-from drafttrain.inference.responses import ResponseEngine, ResponseRequest
+from drafttrain.inference.responses import ResponseEngine, ResponseRequest, choose_slots
 from drafttrain.ops.sampling import SamplingParams
 from drafttrain.ops.tree_cache import TreeCache
 from drafttrain.target import Target
@@ -257,6 +259,27 @@ def test_runs_may_interleave(target):
         for found, done in zip(got, pair, strict=True):
             found[done.key] = done.tokens
     assert got == want
+
+
+@pytest.mark.parametrize(
+    ("family", "numbers"),
+    [
+        ("llama", 32 * 2 * 32 * 128),
+        ("gemma4_text", 2 * 4 * (25 * 256 + 5 * 512)),  # heads of two widths
+        ("deepseek_v3", 61 * 2 * 128 * 192),  # narrow vectors, which our cache holds expanded
+        ("deepseek_v4", 43 * 2 * 512),
+    ],
+)
+def test_as_many_sequences_run_as_half_of_the_memory_holds(monkeypatch, family, numbers):
+    """By the numbers of a token's keys and values, of families whose layers say their heads in other ways."""
+    config = AutoConfig.for_model(family)
+    target = SimpleNamespace(
+        config=config, num_layers=config.num_hidden_layers, device=torch.device("cpu")
+    )
+    row = 4 * numbers * static.rounded_capacity(300)  # bytes
+    memory = {"SC_AVPHYS_PAGES": 2 * row, "SC_PAGE_SIZE": 11}
+    monkeypatch.setattr("os.sysconf", memory.get)
+    assert choose_slots(target, 300) == 10  # and a row for a shared prefix
 
 
 # -- sampling -----------------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from drafttrain.batch import (
     StepOutput,
     TokenTree,
     anchors_by_depth,
-    sums_by_depth,
 )
 from drafttrain.drafters.base import StepInputs
 from drafttrain.drafters.common.layers import DraftLayer, moved
@@ -43,7 +42,7 @@ from drafttrain.drafters.common.rows import (
 )
 from drafttrain.drafters.common.trainable import DecoderDrafter
 from drafttrain.drafters.common.tree_spec import TreeSpec
-from drafttrain.losses import SharedHead, TargetRows, linear_divergence
+from drafttrain.losses import SharedHead, TargetRows, linear_divergence, sums_by_depth
 from drafttrain.ops.cpu_draft import OPENED, DraftHead, DraftStep, DraftWeights, kernel_of
 from drafttrain.ops.native import cpu_kernels
 from drafttrain.ops.path_attention import PathAttention

@@ -43,6 +43,8 @@ _PEFT_NAMES = {
     "targets": "target_modules",
     "dropout": "lora_dropout",
 }
+# Keys of peft's that change what an adapter adds.
+_OTHER_FORMS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 FOLDER = "adapter"  # beside the weights
 _NAME = "default"  # of the adapter in peft
 CONFIG = "adapter_config.json"
@@ -157,7 +159,7 @@ def read_options(folder: Path) -> tuple[str, Json]:
     """Name of the drafter that an adapter's folder belongs to, and the options of `add_lora`.
 
     Raises:
-        UserError: the file is missing, damaged, or names no drafter.
+        UserError: the file is missing, damaged, of another form of adapters, or names no drafter.
     """
     found = read_json(folder / CONFIG, "adapter", "use the folder as training wrote it")
     base = found.get("base_model_name_or_path")
@@ -165,9 +167,16 @@ def read_options(folder: Path) -> tuple[str, Json]:
         raise UserError(
             f"{folder / CONFIG} names no base_model_name_or_path: the drafter whose layers it adapts; add its folder or Hub id"
         )
-    options = {}
-    for ours in _LORA:
-        options[ours] = found[_PEFT_NAMES.get(ours, ours)]
+    others = [key for key in _OTHER_FORMS if found.get(key)]
+    kind = found.get("peft_type")
+    if kind != "LORA":
+        others.append(f"peft_type={kind!r}")
+    if others:
+        raise UserError(
+            f"{folder / CONFIG} has {', '.join(others)}, which is not computed here; merge the adapter by peft, and give the "
+            "merged drafter"
+        )
+    options = {ours: found.get(_PEFT_NAMES.get(ours, ours)) for ours in _LORA}
     return base, options
 
 

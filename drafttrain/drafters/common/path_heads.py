@@ -21,13 +21,13 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
+from drafttrain.batch import Batch, StepOutput, anchors_by_depth
 from drafttrain.drafters.base import Source, StepInputs
 from drafttrain.drafters.common.rows import Ask, Children, DraftPass, Nodes, Places, top_or_all
 from drafttrain.drafters.common.starts import LeastSquares
 from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.common.tree_spec import paths_text
-from drafttrain.losses import SharedHead, linear_divergence
+from drafttrain.losses import SharedHead, linear_divergence, sums_by_depth
 from drafttrain.target import Target
 from drafttrain.target.attention import LAST
 

@@ -456,11 +456,12 @@ def set_temperature(
         measure=False,
     )
     weight = scaled.clone()
-    best = (float("inf"), 1.0)  # loss and factor; pairs compare by loss first
+    # Loss and negative factor: of equal losses, as of rows without anchors, the largest factor's.
+    best = (float("inf"), -1.0)
     for factor in (0.25, 0.35, 0.5, 0.65, 0.8, 1.0):
         scaled.copy_(weight * factor)
-        best = min(best, (float(drafter(inputs).loss), factor))
-    scaled.copy_(weight * best[1])
+        best = min(best, (float(drafter(inputs).loss), -factor))
+    scaled.copy_(weight * -best[1])
 
 
 @torch.no_grad()

@@ -87,7 +87,6 @@ class TensorGrowth:
             total = self._plan_dynamic(vocabulary)
         else:
             total = self._plan_fixed(vocabulary)
-        self.total = total
         self.nodes = min(total, spec.budget)
         self.fixed = not dynamic and self.floor is None
 

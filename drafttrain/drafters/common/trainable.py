@@ -191,13 +191,15 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
                 setattr(config, name, value)
                 continue
             meant = value
-            if value == 0:  # a size that follows from others
+            if name == "draft_vocab_size":
+                meant = config.vocab_size  # 0 keeps all tokens, and there are no more
+                if value:
+                    meant = min(value, meant)
+            elif value == 0:  # a size that follows from others
                 completed = copy.deepcopy(config)
                 setattr(completed, name, value)
                 completed.check()
                 meant = getattr(completed, name)
-            elif name == "draft_vocab_size":
-                meant = min(value, config.vocab_size)  # there are no more tokens
             if _plain(meant) != _plain(saved):
                 raise UserError(
                     f"drafter.{name}={value!r}, but the drafter of init={init!r} has {saved!r}, and its weights fix that; drop "

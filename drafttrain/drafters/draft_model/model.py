@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafttrain.batch import Batch, StepOutput, anchors_by_depth, sums_by_depth
+from drafttrain.batch import Batch, StepOutput, anchors_by_depth
 from drafttrain.drafters.base import KeepTokens, StepInputs
 from drafttrain.drafters.common import lora
 from drafttrain.drafters.common.configs import TargetedConfig
@@ -47,7 +47,7 @@ from drafttrain.environment import __version__
 from drafttrain.errors import UserError
 from drafttrain.files import Json, write_json
 from drafttrain.formats.weights import read_config
-from drafttrain.losses import StoredTopK, linear_divergence
+from drafttrain.losses import StoredTopK, linear_divergence, sums_by_depth
 from drafttrain.ops.tree_cache import Buffers, TreeCache
 from drafttrain.sequence_parallel import SharedPart
 from drafttrain.target import Target

@@ -18,11 +18,15 @@ Automodel 0.7 components/speculative/dflash/jetspec_core.py.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from drafttrain.batch import Batch
 from drafttrain.drafters.base import Source
 from drafttrain.drafters.common.block import BlockDrafter
 from drafttrain.drafters.common.configs import BlockConfig, BlockWeighting
-from drafttrain.values import Size
+from drafttrain.drafters.common.tree_spec import MOST_NODES
 
 _WIDTH = 7  # children of a node in published trees
 
@@ -39,7 +43,7 @@ class JetSpecConfig(BlockConfig):
     loss: str = "kl"
     causal: bool = True
     weighting: BlockWeighting = "equal"
-    tree_nodes: Size = 64
+    tree_nodes: Annotated[int, Field(ge=0, le=MOST_NODES)] = 64
 
 
 class JetSpec(BlockDrafter):

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from drafttrain.drafters.common import starts
 from drafttrain.errors import UserError
-from drafttrain.files import Json, hub_snapshot
+from drafttrain.files import Json, hub_snapshot, value_of
 from drafttrain.target import Target
 from drafttrain.target.loading import check_finite, loading
 
@@ -196,11 +197,10 @@ def _widened(
         raise UserError(
             f"init='native': {name}{_SCALE} of target {target.name!r} scales a weight that is not FP8; use init=target"
         )
-    size = None  # of a block, [rows, columns]
-    quantization = getattr(target.config, "quantization_config", None)
-    if quantization:
-        size = quantization.get("weight_block_size")
-    rows, columns = size or (128, 128)
+    # Of the file: a loaded model may have other values, or none.
+    config, _ = PreTrainedConfig.get_config_dict(target.path)
+    quantization = value_of(config, "quantization_config", {})
+    rows, columns = value_of(quantization, "weight_block_size", (128, 128))
     with safe_open(scales, "pt") as file:
         factors = file.get_tensor(name + _SCALE).float()  # [blocks of rows, blocks of columns]
     # Each factor for the rows and columns of its block; the last blocks may be cut.
