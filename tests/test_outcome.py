@@ -134,6 +134,7 @@ PIPELINE = [
     ("export {D}", None, "export"),
     ("export {D} --format vllm --output runs/export", "export/config.json", "verify"),
     ("verify {D} --exported runs/export --engine none", None, "push"),
+    ("doctor runs/export {T} --texts 0", None, "import"),
     ("import --checkpoint runs/export --target {TARGET} --output runs/imported", "imported", "eval"),
     ("push {D} --repo a/b --results runs/results.json --accept-implausible --dry-run --output runs/p1", "p1", "push"),
     ("push-data --data runs/data --repo a/b --prompt-license 'MIT (x)' --dry-run --output runs/p2", "p2", "push-data"),
@@ -184,4 +185,11 @@ def test_every_command_leads_on(tmp_path, capfd, monkeypatch):
     ] == []  # no bars, no notices
     tested = {line.split()[0] for line, _, _ in PIPELINE}
     stopped = {"serve-target", "adapt", "chat"}  # run until they are stopped
-    assert set(COMMANDS) - tested == {"fetch", "bench-server", "swap", "completion", *stopped}
+    assert set(COMMANDS) - tested == {
+        "fetch",
+        "suites",
+        "bench-server",
+        "swap",
+        "completion",
+        *stopped,
+    }

@@ -28,7 +28,7 @@ from drafttrain.formats.engines import ENGINES
 from drafttrain.formats.public_names import write_clean_json
 from drafttrain.formats.weights import read_config, read_weights
 from drafttrain.inference import generate_batch
-from drafttrain.outcome import command_line, conclude, fault
+from drafttrain.outcome import command_line, conclude, fault, next_command
 from drafttrain.plain_yaml import read_yaml
 from drafttrain.reports.output import table_of, wide_console
 from drafttrain.target import Target, load_shell, resolve_target
@@ -60,7 +60,17 @@ def run(args: argparse.Namespace) -> int:
     found: Json = {"command": command_line(), "releases": releases, "rows": named}
     if output:
         write_clean_json(output, found)
-    conclude(found, [output] if output else [])
+    then = ""
+    if status == 0:  # what does not fit is mended first
+        then = next_command(
+            "import",
+            checkpoint=args.head,
+            target=args.target,
+            output=f"runs/{Path(args.head).name}",
+            allow_pickle=args.allow_pickle,
+            trust_remote_code=args.trust_remote_code,
+        )
+    conclude(found, [output] if output else [], then)
     return status
 
 
