@@ -261,13 +261,9 @@ class _Planner:
         launch = deepspeed_of(self.job.deepspeed, trainer, asked)
         self.gpus = self.job.gpus or launch.processes or 1
         processes = self.gpus
-        if launch.processes and not self.job.gpus:
-            processes = launch.processes
-        elif spread and not launch.processes:
+        if spread and not launch.processes:
             processes = 1
-        shards = 1
-        if spread:
-            shards = max(self.gpus // processes, 1)
+        shards = self.gpus // processes
         orthogonal = trainer.get("optim") == muon.NAME
         if orthogonal and launch.deepspeed:
             raise UserError(muon.NOT_CUT)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from typing_extensions import TypedDict
 
 from drafttrain.config import TrainConfig, parse_overrides, read_yaml
 from drafttrain.drafters.base import NEW
@@ -15,7 +17,7 @@ from drafttrain.drafters.common.trainable import TrainableDrafter
 from drafttrain.drafters.registry import kind_class
 from drafttrain.environment import shipped_folder
 from drafttrain.errors import UserError
-from drafttrain.files import Json, read_json, read_text, value_of
+from drafttrain.files import Json, check_json, read_json, read_text, value_of
 from drafttrain.target import Target
 from drafttrain.target.loading import check_sizes, known_config, loading, text_part
 from drafttrain.target.parts import Parts, build_language_model, image_class
@@ -164,6 +166,18 @@ class LaunchSettings(NamedTuple):
         return self.deepspeed.get("zero_optimization") or {}
 
 
+class _DeepSpeedPart(TypedDict, total=False):
+    deepspeed_config_file: str | None
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+
+
+class _Launch(TypedDict, total=False):
+    """What is read of an accelerate file."""
+
+    num_processes: Annotated[int, Field(ge=0)] | None
+    deepspeed_config: _DeepSpeedPart | None
+
+
 def deepspeed_of(given: str, trainer: Json, gpus: int) -> LaunchSettings:
     """The DeepSpeed configuration and the number of processes.
 
@@ -183,7 +197,8 @@ def deepspeed_of(given: str, trainer: Json, gpus: int) -> LaunchSettings:
     if isinstance(found, str) and found.endswith((".yaml", ".yml")):
         where = f"deepspeed={found!r}"
         launch: Json = read_yaml(read_text(Path(found), "deepspeed", _DEEPSPEED_FIX), where) or {}
-        processes = int(value_of(launch, "num_processes", 0))
+        check_json(launch, where, _DEEPSPEED_FIX, _Launch)
+        processes = value_of(launch, "num_processes", 0)
         found = _accelerates(launch.get("deepspeed_config") or {}, Path(found))
     if isinstance(found, dict):
         return LaunchSettings(found, processes)

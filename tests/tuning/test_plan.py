@@ -437,6 +437,20 @@ def test_the_deepspeed_stage_comes_from_a_number_a_file_or_the_recipe(tmp_path):
         deepspeed_of("7", {}, 1)
     with pytest.raises(UserError, match=r"no\.json"):
         deepspeed_of(str(tmp_path / "no.json"), {}, 1)
+    launch = tmp_path / "launch.yaml"
+    launch.write_text("num_processes: null\ndeepspeed_config: {zero_stage: 3}\n")
+    assert stage(str(launch), {}, 1) == (3, 0)
+    for text, message in (
+        ("num_processes: two", "num_processes='two': input should be a valid integer"),
+        ("num_processes: -4", "num_processes=-4: input should be greater"),
+        ("- 1", "the content="),
+        ("deepspeed_config: 3", "deepspeed_config=3: input should be a valid dictionary"),
+        ("deepspeed_config: {zero_stage: x}", "zero_stage='x': input should be a valid integer"),
+        ("deepspeed_config: {deepspeed_config_file: 5}", "deepspeed_config_file=5: input"),
+    ):
+        launch.write_text(text)
+        with pytest.raises(UserError, match=message):
+            deepspeed_of(str(launch), {}, 1)
 
 
 @pytest.mark.parametrize(
