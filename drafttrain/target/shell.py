@@ -81,10 +81,9 @@ def load_shell(
     """
     path = resolve_target(name)
     what = f"target={name!r}"
-    place = resolve_device(device)
     options: dict[str, torch.dtype] = {}  # without a dtype, the config's
     if weights:
-        options["dtype"] = resolve_dtype(dtype, place)
+        options["dtype"] = resolve_dtype(dtype, resolve_device(device))
     generation = read_generation_config(path, name)
     with loading(f"{what}: config and tokenizer", _FIX):
         whole = model_config(path, trust_remote_code)
@@ -103,7 +102,7 @@ def load_shell(
         shell.sight.trust_remote_code = trust_remote_code
     shell._choose_path(packed_only=False)
     if weights:
-        shell.read_weights(place)
+        shell.read_weights(resolve_device(device))
     return shell
 
 

@@ -144,7 +144,7 @@ def drafter_of(
     vocabulary = int(options.pop("draft_vocab_size", 0))
 
     def new(target: Target) -> TrainableDrafter:
-        size = vocabulary or target.vocab_size
+        size = min(vocabulary or target.vocab_size, target.vocab_size)
         shapes = kind.check_options({**options, "draft_vocab_size": size, "loss": config.loss})
         if init == "native":
             shapes = {**shapes, **kind.native_options(target)}
