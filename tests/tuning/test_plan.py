@@ -494,6 +494,15 @@ def test_a_plan_needs_no_triton(recipe, monkeypatch):
 
 
 @pytest.mark.thorough
+def test_a_vocabulary_larger_than_the_targets_is_all_of_it(recipe, monkeypatch):
+    monkeypatch.setattr(plan_memory, "_MOST_TOKENS", 256)
+    monkeypatch.setattr(Memory, "most", lambda *_: 0)
+    sizes = (0, 10**6)
+    plans = [plan(recipe, [f"drafter={{draft_vocab_size: {size}}}"]) for size in sizes]
+    assert plans[0].memory_gb == plans[1].memory_gb
+
+
+@pytest.mark.thorough
 def test_a_native_module_is_counted_with_its_experts(recipe, tmp_path, monkeypatch):
     """The layer of a mixture behind the dense ones; experts' products count by the experts that a token uses."""
     monkeypatch.setattr(plan_memory, "_MOST_TOKENS", 256)
