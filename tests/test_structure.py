@@ -19,7 +19,7 @@ from tests.files import ROOT
 
 # Size and density of the package, by the arithmetic of tests/density.py. Size falls when mechanisms go, not by packing.
 MOST_NODES = 440_700
-MOST_TEST_NODES = 408_300
+MOST_TEST_NODES = 408_400
 MOST_PER_LINE = 8.55  # nodes per line of code
 MOST_PER_THOUSAND = {  # lines
     "conditional expressions": 10,

@@ -217,7 +217,6 @@ def _rendered(
     record = answer_record(
         target.tokenizer,
         parsed["messages"],
-        "log",
         inputs,
         target.eos_ids,
     )

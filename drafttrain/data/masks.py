@@ -161,11 +161,10 @@ class RecordedTranscript(Transcript):
 def answer_record(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    id: str,
     inputs: ChatInputs = NO_INPUTS,
     stop_ids: Collection[int] = (),
 ) -> Json:
-    """The record of a conversation with its last answer as the only span.
+    """The record of a logged conversation with its last answer as the only span.
 
     The row is what the target saw when it gave that answer.
 
@@ -175,9 +174,9 @@ def answer_record(
     Raises UserError: no answer, an empty one, or one whose text the rendering does not contain.
     """
     row = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
-    last = assistant_turns(messages, id)[-1]
-    row.add(last, id)
-    return row.record(id)
+    last = assistant_turns(messages, "log")[-1]
+    row.add(last, "log")
+    return row.record("log")
 
 
 def recorded_conversations(

@@ -430,10 +430,10 @@ class Timings:
             [self.seconds[side], self.tokens[over]],
         )
 
-    def request_ratio(self, side: int, over: int) -> Ratio:
+    @property
+    def whole(self) -> Timings:
         """The same of whole requests."""
-        whole = replace(self, tokens=self.tokens + 1, seconds=self.requests)
-        return whole.ratio(side, over)
+        return replace(self, tokens=self.tokens + 1, seconds=self.requests)
 
     def faster(self, side: int, over: int) -> bool:
         """Whether a side is faster than another beyond noise."""
@@ -596,7 +596,7 @@ def tune(
             rates[str(spec)] = round(timings.rate(side), 3)
         ratios = {
             "measured_speedup": timings.ratio(1, 0),
-            "measured_request_speedup": timings.request_ratio(1, 0),
+            "measured_request_speedup": timings.whole.ratio(1, 0),
             "adaptive_speedup": timings.ratio(2, 0),
             "adaptive_over_fixed": timings.ratio(2, 1),
         }

@@ -373,7 +373,7 @@ def test_paired_intervals_cancel_what_prompts_differ_in():
     assert ratio.low <= ratio.value <= ratio.high and 0.95 < ratio.low < 1 < ratio.high < 1.05
     assert measured.ratio(1, 0) == pytest.approx((2, 2, 2))
     # A prompt's pass as long as its plain answer: 1 + 1 over 1 + 0.5.
-    assert measured.request_ratio(1, 0) == pytest.approx((4 / 3, 4 / 3, 4 / 3))
+    assert measured.whole.ratio(1, 0) == pytest.approx((4 / 3, 4 / 3, 4 / 3))
 
 
 REQUESTS = {
