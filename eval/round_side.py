@@ -47,9 +47,10 @@ def serve(args: argparse.Namespace) -> None:
     """Answers {"batch": number of a cell} with the seconds and target passes of all prompts."""
     answers = sys.stdout
     sys.stdout = sys.stderr
-    target = Target.load(args.target, args.dtype, "cpu").pack()
+    target = Target.load(args.target, args.dtype, "cpu")
     if args.make:
-        make_heads(target, args.heads, args.vocabulary)
+        make_heads(target, args.heads, args.vocabulary)  # from layers that are not packed yet
+    target.pack()
     questions = take_evenly(load_suite(args.suite).questions, args.prompts)
     prompts = [question.prompt(target.tokenizer) for question in questions]
     decoders: dict[str, Decoder] = {}
