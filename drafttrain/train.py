@@ -574,7 +574,6 @@ def held_out_decoding(config: TrainConfig, run: Run, held_out: Dataset) -> Decod
                     config.decode_prompts,
                     config.decode_tokens,
                 )
-
     else:
         count = config.decode_prompts
         prompts = first_prompts(held_out, count, target.max_positions, run.images)

@@ -162,7 +162,7 @@ def _in_words(schema: JsonSchemaValue) -> str:
     if "items" in schema:
         return f"a list, each item {_in_words(schema['items'])}"
     if "format" in schema:
-        return ""  # a Path; the rule of `Place`, which stands beside it, says it all
+        return ""  # a Path: `Place` in the same union states the rule
     text = _TYPES.get(schema.get("type", ""), "")
     if "minimum" in schema:
         text += f" from {schema['minimum']:.10g} to {schema['maximum']:.10g}"

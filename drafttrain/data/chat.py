@@ -58,8 +58,12 @@ class ChatInputs:
         Args:
             defaults: chat_template_kwargs for names that the row does not set.
         """
-        kwargs = {**(defaults or {}), **(row.get("chat_template_kwargs") or {})}
-        return ChatInputs(tuple(row.get("tools") or ()), kwargs)
+        tools = row.get("tools") or ()
+        kwargs: Json = {}
+        for given in (defaults, row.get("chat_template_kwargs")):
+            if given:
+                kwargs.update(given)
+        return ChatInputs(tuple(tools), kwargs)
 
     @property
     def tool_list(self) -> list[Json] | None:

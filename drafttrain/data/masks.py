@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.answers import answer_format, rendered_answer
 from drafttrain.data.chat import (
-    NO_INPUTS,
     ChatInputs,
     Message,
     TemplateRefuses,
@@ -161,8 +160,8 @@ class RecordedTranscript(Transcript):
 def answer_record(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    inputs: ChatInputs = NO_INPUTS,
-    stop_ids: Collection[int] = (),
+    inputs: ChatInputs,
+    stop_ids: Collection[int],
 ) -> Json:
     """The record of a logged conversation with its last answer as the only span.
 
@@ -174,8 +173,7 @@ def answer_record(
     Raises UserError: no answer, an empty one, or one whose text the rendering does not contain.
     """
     row = RecordedTranscript(tokenizer, messages, inputs, stop_ids)
-    last = assistant_turns(messages, "log")[-1]
-    row.add(last, "log")
+    row.add(assistant_turns(messages, "log")[-1], "log")
     return row.record("log")
 
 

@@ -26,6 +26,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from drafttrain.drafters.common.configs import layer_config
 from drafttrain.errors import UserError
 from drafttrain.inference.engine import Engine
 from drafttrain.inference.sequence import Sequence, images_of
@@ -120,11 +121,10 @@ def choose_slots(target: Target, max_length: int, features: int = 0) -> int:
 
 
 def _numbers_per_token(target: Target) -> int:
-    """Numbers of a token's keys and values in all layers, which may differ in their heads (Gemma 4)."""
-    layers = getattr(target.config, "per_layer_config", ())
+    """Numbers of a token's keys and values in all layers."""
     total = 0
     for i in range(target.num_layers):
-        config = layers[i] if i < len(layers) else target.config
+        config = layer_config(target.config, i)
         # Mamba has no heads, and a state of about this size.
         heads = getattr(config, "num_attention_heads", None) or 1
         width = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -64,7 +64,7 @@ class MuonAndAdamW(Optimizer):
         self._share()  # the groups and the state are new objects
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Steps both. closure: accelerate's, which a training has not."""
+        """Steps both. closure: always None; accelerate passes it."""
         self._muon.step()
         self._adamw.step()
 

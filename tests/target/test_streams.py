@@ -52,6 +52,6 @@ def test_streams_that_no_engine_hands_out_are_refused():
         UserError, match=r"feature layer 1 of this target holds states of shape \[\d, 2, 5, \d+\]"
     ):
         target.forward(IDS, (1,))
-    # What reads no features decodes all the same, also with packed weights.
+    # Decoding without features works, with packed weights too.
     before = target.forward(IDS, ()).last_hidden
     torch.testing.assert_close(target.pack().forward(IDS, ()).last_hidden, before)

@@ -481,13 +481,15 @@ class BlockConfig(DecoderConfig):
         return {**super().shapes(target, options), "feature_layers": target.default_feature_layers}
 
 
-def last_layer_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The text config of a target's last layer: layers may differ in their heads (Gemma 4)."""
-    # Its entries may be made on demand, so that it knows no negative index.
+def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
+    """The text config of a target's layer: layers may differ in their heads (Gemma 4)."""
     layers = getattr(config, "per_layer_config", ())
-    if len(layers):
-        return layers[len(layers) - 1]
-    return config
+    return layers[layer] if len(layers) else config
+
+
+def last_layer_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The text config of a target's last layer."""
+    return layer_config(config, config.num_hidden_layers - 1)
 
 
 def rope_parameters_of(config: PreTrainedConfig) -> Json:

@@ -475,7 +475,6 @@ class LayerDrafter(DecoderDrafter):
         return bool(self.draft_steps)
 
     def kernel_lacks(self, spec: TreeSpec) -> str:
-        shape = tree_shape(spec)
         if not self.draft_steps or self.embed_table is None:
             if cpu_kernels() is None:
                 return "no C kernels could be built"
@@ -486,6 +485,7 @@ class LayerDrafter(DecoderDrafter):
             return "the C kernels lack its head"
         if spec.sampled:
             return "drawn tokens need all logits"
+        shape = tree_shape(spec)
         if shape is None:
             return f"no C call grows {spec.shape}"
         if shape.opens > OPENED:

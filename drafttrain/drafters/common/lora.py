@@ -43,7 +43,7 @@ _PEFT_NAMES = {
     "targets": "target_modules",
     "dropout": "lora_dropout",
 }
-# Keys of peft's that change what an adapter adds.
+# Keys of peft that change what an adapter adds.
 _OTHER_FORMS = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 FOLDER = "adapter"  # beside the weights
 _NAME = "default"  # of the adapter in peft

@@ -398,12 +398,16 @@ class TrainableDrafter(SavedWeights, Drafter, PreTrainedModel):  # type: ignore[
         return False
 
     def implementation(self, spec: TreeSpec) -> str:
-        if self.kept_ids.device.type != "cpu":
-            return "static steps, in CUDA graphs" if self.static else "passes module by module"
+        passes = "passes module by module"
+        if not self.kept_ids.is_cpu:
+            if self.static:
+                return "static steps, in CUDA graphs"
+            return passes
         lacks = self.kernel_lacks(spec)
         if not lacks:
             return "trees in one C call"
-        passes = "a C call per pass" if self.steps_in_c else "passes module by module"
+        if self.steps_in_c:
+            passes = "a C call per pass"
         return f"{passes}, trees grown in Python ({lacks})"
 
     def start(self, prompt_ids: Tensor, max_length: int) -> Session:
