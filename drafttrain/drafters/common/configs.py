@@ -484,12 +484,13 @@ class BlockConfig(DecoderConfig):
 def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
     """The text config of a target's layer: layers may differ in their heads (Gemma 4)."""
     layers = getattr(config, "per_layer_config", ())
-    return layers[layer] if len(layers) else config
+    # Its entries may be made on demand, so that it knows no negative index.
+    return layers[layer % len(layers)] if len(layers) else config
 
 
 def last_layer_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The text config of a target's last layer."""
-    return layer_config(config, config.num_hidden_layers - 1)
+    return layer_config(config, -1)
 
 
 def rope_parameters_of(config: PreTrainedConfig) -> Json:
