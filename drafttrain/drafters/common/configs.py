@@ -485,7 +485,7 @@ def layer_config(config: PreTrainedConfig, layer: int) -> PreTrainedConfig:
     """The text config of a target's layer: layers may differ in their heads (Gemma 4)."""
     layers = getattr(config, "per_layer_config", ())
     # Its entries may be made on demand, so that it knows no negative index.
-    return layers[layer % len(layers)] if len(layers) else config
+    return layers[layer % len(layers)] if layers else config
 
 
 def last_layer_config(config: PreTrainedConfig) -> PreTrainedConfig:
